@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
+from jurybox.studies.hockey import HockeyGame, Match, make_opponent, play
+from jurybox.studies.hockey.drawing import draw
 from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
-from jurybox.training.environments.hockey import HockeyGame, Match, make_opponent, play
-from jurybox.training.environments.hockey.drawing import draw
 
 
 def per_second(work: Callable[[], int], rounds: int = 7) -> float:

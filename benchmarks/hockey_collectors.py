@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.hockey_overlap import Stretch, measure
 from benchmarks.replay.machine import description
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.studies.hockey.settings import HockeyTraining
 
 HEADER = ("collectors", "env steps/s", "to one collector", "learner steps/s", "learner busy", "collectors busy")
 

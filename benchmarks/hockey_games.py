@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jurybox.training.environments.hockey import make_game
-from jurybox.training.recipes.hockey_actor import evaluate
-from jurybox.training.recipes.hockey_report import learned
+from jurybox.studies.hockey import make_game
+from jurybox.studies.hockey.actor import evaluate
+from jurybox.studies.hockey.report import learned
 
 _SEED = 2026  # evaluations of a run have the run's seed
 _AT_ONCE = 50

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from benchmarks.replay.machine import description
+from jurybox.studies.hockey.settings import ROWS, HockeyTraining
+from jurybox.studies.hockey.train import plan
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.hockey import plan
-from jurybox.training.recipes.hockey_settings import ROWS, HockeyTraining
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
 

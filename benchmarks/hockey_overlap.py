@@ -22,10 +22,10 @@ from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.replay.machine import description
+from jurybox.studies.hockey.served import policy_server
+from jurybox.studies.hockey.settings import HockeyTraining
+from jurybox.studies.hockey.train import plan, sizes_of
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.hockey import plan, sizes_of
-from jurybox.training.recipes.hockey_served import policy_server
-from jurybox.training.recipes.hockey_settings import HockeyTraining
 from jurybox.training.report import charts, page
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run

@@ -7,7 +7,7 @@
 3. The built-in opponents against each other, in both environments, and the fastest puck and player.
 
 ``--record`` writes the states, actions and the original's answers of the first as numbers:
-``tests/unit/hockey/data/original_steps.json`` is such a file.
+``tests/unit/studies/hockey/data/original_steps.json`` is such a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.environments.hockey import HockeyGame, make_opponent
+from jurybox.studies.hockey import HockeyGame, make_opponent
 
 Row = npt.NDArray[np.float64]
 KINDS = ("free", "centre line", "side lines", "turned far", "too fast", "fast puck", "held", "goal")

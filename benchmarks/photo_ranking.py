@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from gymnasium.utils import seeding
 
-from jurybox.training.environments.photo.audit import registered
-from jurybox.training.environments.photo.edits import (
+from jurybox.studies.photo.environment.audit import registered
+from jurybox.studies.photo.environment.edits import (
     HIGHEST,
     LOWEST,
     TOOLS,
@@ -39,9 +39,9 @@ from jurybox.training.environments.photo.edits import (
     degrade,
     draw,
 )
-from jurybox.training.environments.photo.environment import STEP_SIZES, PhotoEdit
-from jurybox.training.environments.photo.photos import Photo, PhotoLibrary, read_photo
-from jurybox.training.environments.photo.scorer import LocalScorer, Scorer
+from jurybox.studies.photo.environment.photo_edit import STEP_SIZES, PhotoEdit
+from jurybox.studies.photo.environment.photos import Photo, PhotoLibrary, read_photo
+from jurybox.studies.photo.environment.scorer import LocalScorer, Scorer
 from jurybox.training.policies import Policy, choose
 
 LIST = Path(__file__).with_name("photo_ranking.toml")

@@ -75,7 +75,7 @@ _LONGEST = (
     "tests/integration/security/test_gateway_attacks.py",
     "tests/integration/test_bench_command.py",
     "tests/faults/test_bad_models.py",
-    "tests/unit/search/test_trainer.py",
+    "tests/unit/studies/workflow/test_trainer.py",
 )
 
 

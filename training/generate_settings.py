@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from jurybox.training.cli import TRAININGS, settings_class
-from jurybox.training.recipes.setting_flags import settings_of
+from jurybox.training.trainings.setting_flags import settings_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 _HEAD = """\

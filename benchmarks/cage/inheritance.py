@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from jurybox.studies.workflow import environments
+from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.rollouts import INPUTS, Episodes, play
+from jurybox.studies.workflow.settings import ORDERS, Order, WorkflowTraining, describe
 from jurybox.training.algorithms.base import Progress
 from jurybox.training.algorithms.ppo import RefinedPPO
-from jurybox.training.environments.cage.tables import N_ACTIONS
-from jurybox.training.search import environments
-from jurybox.training.search.rollouts import INPUTS, Episodes, play
-from jurybox.training.search.settings import ORDERS, Order, WorkflowTraining, describe
 
 _WITHOUT = 1 / 8  # of the networks of a mixed training
 

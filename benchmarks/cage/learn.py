@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from jurybox.studies.workflow.cage import CageVectorEnv, RedName
+from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.rollouts import INPUTS, play
 from jurybox.training.algorithms.base import Progress
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
-from jurybox.training.environments.cage import CageVectorEnv, RedName
-from jurybox.training.environments.cage.tables import N_ACTIONS
-from jurybox.training.search.rollouts import INPUTS, play
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -8,7 +8,7 @@
 The packages are what CybORG's Requirements.txt names; its scenario is that of the challenge, Scenario2.yaml. CybORG
 plays an episode; the draws of its attacker (target, exploit, detection) are passed to ours as random numbers, and after
 every step observation, reward and true state must agree. An episode ends at the first step that differs; such steps are
-counted by kind. --record writes the episodes for tests/unit/cage, which replays them without CybORG.
+counted by kind. --record writes the episodes for tests/unit/studies/cage, which replays them without CybORG.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.environments.cage import CyborgEnv
-from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.network import Networks, RedName, Verb
+from jurybox.studies.workflow.cage import CyborgEnv
+from jurybox.studies.workflow.cage import tables as t
+from jurybox.studies.workflow.cage.network import Networks, RedName, Verb
 
 STEPS = 100
 _VERBS = {

@@ -17,9 +17,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.environments.cage import CageEnv, CageVectorEnv, RedName
-from jurybox.training.environments.cage import tables as t
-from jurybox.training.environments.cage.environment import Observations
+from jurybox.studies.workflow.cage import CageEnv, CageVectorEnv, RedName
+from jurybox.studies.workflow.cage import tables as t
+from jurybox.studies.workflow.cage.environment import Observations
 
 Actions = npt.NDArray[np.int64]
 

@@ -34,8 +34,8 @@ import numpy as np
 
 from benchmarks.replay.machine import description
 from benchmarks.vector.__main__ import cpu_seconds
-from jurybox.training.environments.cage import CageEnv, CyborgEnv
-from jurybox.training.search.environments import TRUTH
+from jurybox.studies.workflow.cage import CageEnv, CyborgEnv
+from jurybox.studies.workflow.environments import TRUTH
 from jurybox.training.vector import ProcessVectorEnv, worker_pool
 from jurybox.training.vector.sb3_env import WorkerVecEnv
 

@@ -31,9 +31,9 @@ class _Rows:
 
 def one(launcher: str, steps: int) -> float:
     """Turns a second of one training."""
-    from jurybox.training.recipes.launchers import launcher_named
-    from jurybox.training.recipes.marl import MarlTraining, plan
     from jurybox.training.runtime.run import run
+    from jurybox.training.trainings.launchers import launcher_named
+    from jurybox.training.trainings.marl import MarlTraining, plan
 
     asked = plan(
         MarlTraining(algorithm="dqn", steps=steps, max_ahead=400, learner_nice=0, log_every=200, evaluation_episodes=1)

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.cluster.namespaces import B, TwoHosts
 from benchmarks.cluster.two_hosts import RESULTS, served
 from jurybox.protocol.segment import directory
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.studies.hockey.settings import HockeyTraining
 
 # Requests the newest policy and a pinned version, once for every line, which is the time-out in seconds.
 _CLIENT = """\
@@ -29,7 +29,7 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 from jurybox.client import Error
-from jurybox.training.cluster import endpoints
+from jurybox.cluster import endpoints
 registry, rows = Path(sys.argv[1]), np.zeros((4, 18), np.float32)
 with endpoints.reach("hockey", lambda: endpoints.find(registry, "hockey"), 60.0) as server:
     with server.model("policy/hockey", rows=4) as policy, server.model("policy/hockey-pool", rows=4) as past:

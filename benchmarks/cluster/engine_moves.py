@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 from tests.integration.cluster.clusters import Nodes, nodes, placed, ray
-from tests.unit.hockey.hockey_runs import Nothing, settings
+from tests.unit.studies.hockey.hockey_runs import Nothing, settings
 
+from jurybox.cluster import engines
+from jurybox.cluster.launcher import RayLauncher
+from jurybox.cluster.traffic import Traffic
+from jurybox.studies.hockey.served import ENGINE, engine_of
+from jurybox.studies.hockey.train import plan, sizes_of
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.cluster import engines
-from jurybox.training.cluster.launcher import RayLauncher
-from jurybox.training.cluster.traffic import Traffic
-from jurybox.training.recipes.hockey import plan, sizes_of
-from jurybox.training.recipes.hockey_served import ENGINE, engine_of
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import Timeouts
 from jurybox.training.runtime.run import run

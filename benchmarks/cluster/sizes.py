@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 
-from jurybox.training.cluster.host import Counters
-from jurybox.training.recipes.marl import MarlTraining, plan
+from jurybox.cluster.host import Counters
 from jurybox.training.replay.layout import Layout
 from jurybox.training.runtime.scoreboard import Scoreboard
 from jurybox.training.runtime.shared_resources import SharedResources
+from jurybox.training.trainings.marl import MarlTraining, plan
 
 
 def counters(scoreboard: Scoreboard, roles: int, *, orders: bool) -> int:

@@ -30,10 +30,10 @@ import numpy as np
 
 from benchmarks.cluster.namespaces import A, B, TwoHosts, round_trip
 from jurybox.client import Server
+from jurybox.cluster import endpoints
 from jurybox.protocol.segment import directory
-from jurybox.training.cluster import endpoints
-from jurybox.training.recipes.hockey_opponents import LocalPolicies, Pool
-from jurybox.training.recipes.hockey_settings import HockeyTraining
+from jurybox.studies.hockey.opponents import LocalPolicies, Pool
+from jurybox.studies.hockey.settings import HockeyTraining
 
 RESULTS = Path(__file__).parent / "results"
 ENGINE = "hockey"
@@ -52,10 +52,10 @@ def half_of_cores(half: int) -> list[int]:
 def serve(registry: Path, settings: HockeyTraining) -> None:
     """A server with a policy and two past selves, until standard input ends; the policy is published twice a second."""
     os.sched_setaffinity(0, half_of_cores(0))
+    from jurybox.cluster.endpoints import locks
+    from jurybox.studies.hockey.served import MODEL, POOL_MODEL, PastSelves, models
+    from jurybox.studies.hockey.train import sizes_of
     from jurybox.training.algorithms.td3 import TD3
-    from jurybox.training.cluster.endpoints import locks
-    from jurybox.training.recipes.hockey import sizes_of
-    from jurybox.training.recipes.hockey_served import MODEL, POOL_MODEL, PastSelves, models
     from jurybox.training.runtime.local_server import LocalServer
 
     sizes = sizes_of(settings)
@@ -114,9 +114,9 @@ class Others(LocalPolicies):
 def collect(registry: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
     """Steps a second of one collector between two moments of the clock that all share."""
     os.sched_setaffinity(0, half_of_cores(1))
-    from jurybox.training.environments.hockey.original import make_game
-    from jurybox.training.recipes.hockey_actor import Collector, fields
-    from jurybox.training.recipes.hockey_served import ServedPolicies
+    from jurybox.studies.hockey.actor import Collector, fields
+    from jurybox.studies.hockey.original import make_game
+    from jurybox.studies.hockey.served import ServedPolicies
     from jurybox.training.replay import Episodes, Replay
 
     games = [make_game() for _ in range(settings.envs_per_worker)]

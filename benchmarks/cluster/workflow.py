@@ -18,10 +18,10 @@ from benchmarks.cluster.compare import compare
 
 def one(launcher: str, updates: int, workers: int | None, halves: bool) -> float:
     """Episodes a second."""
-    from jurybox.training.recipes.launchers import spread_named
-    from jurybox.training.recipes.workflow_run import networks
-    from jurybox.training.search.settings import WorkflowTraining
-    from jurybox.training.search.trainer import WorkflowTrainer
+    from jurybox.studies.workflow.settings import WorkflowTraining
+    from jurybox.studies.workflow.train import networks
+    from jurybox.studies.workflow.trainer import WorkflowTrainer
+    from jurybox.training.trainings.launchers import spread_named
 
     torch.set_num_threads(1)
     settings = WorkflowTraining(workers=workers, halves=halves)

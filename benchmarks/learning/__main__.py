@@ -90,8 +90,8 @@ TASKS = {
 
 def ours(task: Task, seed: int) -> list[float]:
     """Mean returns of the evaluations."""
-    from jurybox.training.recipes.gym import GymTraining, train
     from jurybox.training.run_folder import read_metrics
+    from jurybox.training.trainings.gym import GymTraining, train
 
     noise = {} if task.action_noise is None else {"action_noise": task.action_noise}
     settings = GymTraining.checked(

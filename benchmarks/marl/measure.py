@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.marl import MarlTraining, plan
-from jurybox.training.recipes.marl_policies import make_network
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
+from jurybox.training.trainings.marl import MarlTraining, plan
+from jurybox.training.trainings.marl_policies import make_network
 
 _NEVER = 10**9
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.recipes.test_photo_report import report
+from tests.unit.studies.photo.test_photo_report import report
 
 from jurybox.training.report import charts, page
 from jurybox.training.runtime.progress import Lane, Timeline

@@ -31,7 +31,7 @@ GYM = [
 ]
 PHOTO = [
     "photo", "--set", "steps = {steps}", "--set", "environment.scorer = 'local'", "--workers", "2", "--rollout", "16",
-    "--set", "environment.juror = 'tests.unit.recipes.cheap_juror:middle_grey'", "--damages", "2",
+    "--set", "environment.juror = 'tests.unit.studies.photo.cheap_juror:middle_grey'", "--damages", "2",
 ]
 WORKFLOW = [
     "workflow", "--envs", "4", "--total-episodes", "{steps}", "--episode-length", "10",

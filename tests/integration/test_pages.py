@@ -225,16 +225,16 @@ def test_toml_is_a_valid_configuration(block, tmp_path, monkeypatch) -> None:
         assert load_settings(file, environ={}).models
         return
     if "env" in tables:
-        from jurybox.training.recipes import gym
+        from jurybox.training.trainings import gym
 
         assert gym.plan(gym.GymTraining.read(file, {})).roles
         return
     if "imitation" in tables:
-        from jurybox.training.recipes.photo import PhotoTraining
+        from jurybox.studies.photo.learning import PhotoTraining
 
         assert PhotoTraining.read(file, {}).imitation
         return
-    from jurybox.training.recipes.marl import MarlTraining, plan
+    from jurybox.training.trainings.marl import MarlTraining, plan
 
     assert plan(MarlTraining.read(file, {})).roles
 

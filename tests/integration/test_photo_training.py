@@ -24,20 +24,20 @@ from typer.testing import CliRunner
 from jurybox.client import connect
 from jurybox.protocol.segment import directory
 from jurybox.server.jurors import ranked
+from jurybox.studies.photo import train as photo_run
+from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary
+from jurybox.studies.photo.environment.photo_edit import build
+from jurybox.studies.photo.environment.scorer import LocalScorer
+from jurybox.studies.photo.learning import PhotoTraining, columns, train
+from jurybox.studies.photo.train import juror_of
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
-from jurybox.training.environments.photo import PhotoConfig, PhotoLibrary
-from jurybox.training.environments.photo.environment import build
-from jurybox.training.environments.photo.scorer import LocalScorer
-from jurybox.training.recipes import photo_run
-from jurybox.training.recipes.photo import PhotoTraining, columns, train
-from jurybox.training.recipes.photo_run import juror_of
-from jurybox.training.recipes.progress import Watcher
 from jurybox.training.run_folder import RunLog, read_metrics
 from jurybox.training.runtime.local_server import LocalServer, ServerNotStarted
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.trainings.progress import Watcher
 
-JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
+JUROR = "tests.unit.studies.photo.cheap_juror:middle_grey"
 MODEL = {"photo": {"factory": JUROR, "max_batch": 8, "rows": 16}}
 CLI = [sys.executable, "-m", "jurybox.training.cli"]
 
@@ -145,7 +145,7 @@ def test_workers_continue_when_the_server_is_restarted(tmp_path):
 
 @pytest.mark.slow
 def test_workers_wait_until_a_restarted_server_has_the_juror_that_the_training_loads(tmp_path):
-    allowed = {"factories": ["tests.unit.recipes.cheap_juror:*"]}
+    allowed = {"factories": ["tests.unit.studies.photo.cheap_juror:*"]}
     first = launch(tmp_path / "server", {}, **allowed)
     watcher = Restarts(tmp_path / "server", first, {}, **allowed)
     config = PhotoConfig(address=first.address, juror=JUROR)
@@ -184,7 +184,7 @@ def test_the_juror_has_as_many_engines_as_requested_on_a_private_server_only(tmp
             raise ServerNotStarted("enough is known")
 
     monkeypatch.setattr("jurybox.training.runtime.serving.LocalServer", RecordedServer)
-    monkeypatch.setattr("jurybox.training.recipes.photo_run.LocalServer", RecordedServer)
+    monkeypatch.setattr("jurybox.studies.photo.train.LocalServer", RecordedServer)
     monkeypatch.delenv("JURYBOX_ADDRESS", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # without a server
     with pytest.raises(ServerNotStarted), juror_of(PhotoTraining(), tmp_path, replicas=3):

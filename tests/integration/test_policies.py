@@ -14,24 +14,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.serving import wait_until
-from tests.unit.hockey.hockey_runs import settings as hockey_settings
+from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
 from typer.testing import CliRunner
 
 from jurybox.client import connect
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
+from jurybox.studies.hockey import train as hockey
+from jurybox.studies.photo.environment import PhotoConfig
+from jurybox.studies.photo.environment.edits import Edits, apply, apply_full
+from jurybox.studies.photo.learning import METRICS, PhotoTraining, train
 from jurybox.training import interrupts
-from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.environments.photo.edits import Edits, apply, apply_full
+from jurybox.training.algorithms import served_networks
 from jurybox.training.film import save_film
 from jurybox.training.policies import Acting, Acts, Description, Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import edit, policy
-from jurybox.training.recipes import hockey, served_networks
-from jurybox.training.recipes.photo import METRICS, PhotoTraining, train
 from jurybox.training.run_folder import RunLog
 from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
 
-JUROR = "tests.unit.recipes.cheap_juror:middle_grey"
+JUROR = "tests.unit.studies.photo.cheap_juror:middle_grey"
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,8 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
     best = choose(hockey_run)
     evaluation = json.loads((hockey_run / "checkpoints" / "best" / "evaluation.json").read_text())
     assert best.numbers == evaluation["numbers"] and best.env_steps == evaluation["env_steps"]
-    from jurybox.training.environments.hockey import HockeyGame
-    from jurybox.training.recipes.hockey_actor import evaluate
+    from jurybox.studies.hockey import HockeyGame
+    from jurybox.studies.hockey.actor import evaluate
 
     games = [HockeyGame() for _ in range(8)]
     loaded = Policy(best)
@@ -317,7 +318,7 @@ def test_a_foreign_file_runs_nothing_through_jurybox_itself(key, value, tmp_path
     spec = AgentSpec((Leaf("observation", (4,), "float32"),), ActionSpec(True, 2)).as_dict()
     arguments = {"algorithm": "ppo", "settings": {"hidden": [8]}, "spec": spec}
     made = served_networks.gym_policy(**arguments)
-    acts = Acts("jurybox.training.recipes.served_networks:gym_policy", arguments, "p", "logits", "best")
+    acts = Acts("jurybox.training.algorithms.served_networks:gym_policy", arguments, "p", "logits", "best")
     rows = "jurybox.training.environments.gymnasium_env:played_environment"
     description = Description("gym", {"p": acts}, rows, {"name": "CartPole-v1", "arguments": {}}).as_dict()
     weights = {name: tensor.clone() for name, tensor in made.module.state_dict().items()}

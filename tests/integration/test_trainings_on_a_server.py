@@ -33,13 +33,13 @@ GYM = [
     "--set", "buffer_size = 1000", "--set", "evaluation_episodes = 1", "--evaluate-every", "0",
 ]
 PHOTO = ["photo", "--workers", "2", "--rollout", "16", "--damages", "2", "--steps", "16"]
-JUROR = ["--set", "environment.juror = 'tests.unit.recipes.cheap_juror:middle_grey'"]
+JUROR = ["--set", "environment.juror = 'tests.unit.studies.photo.cheap_juror:middle_grey'"]
 # fmt: on
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    allowed = ["jurybox.training.recipes.served_networks:*", "tests.unit.recipes.cheap_juror:*"]
+    allowed = ["jurybox.training.algorithms.served_networks:*", "tests.unit.studies.photo.cheap_juror:*"]
     with serving(tmp_path_factory.mktemp("server"), {}, grpc="127.0.0.1:0", remote_factories=allowed) as running:
         yield running
 
@@ -97,7 +97,7 @@ def test_the_error_of_a_server_that_does_not_allow_the_policy_says_which_line_to
     with serving(tmp_path / "server", {}, grpc="127.0.0.1:0", factories=["tests.models:*"]) as server:
         done = train(tmp_path / "run", *WORKFLOW, "--server", f"grpc://{server.listening('grpc')}")
     assert done.returncode == 3, done.stderr
-    assert 'remote_factories = ["jurybox.training.recipes.served_networks:*"]' in done.stderr
+    assert 'remote_factories = ["jurybox.training.algorithms.served_networks:*"]' in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from jurybox.studies.workflow.cage import CageRows
+from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.rollouts import INPUTS
+from jurybox.studies.workflow.rollouts import play as roll
+from jurybox.studies.workflow.settings import WorkflowTraining
+from jurybox.studies.workflow.train import run
 from jurybox.training.algorithms.ppo import RefinedPPO
 from jurybox.training.cli import train
-from jurybox.training.environments.cage import CageRows
-from jurybox.training.environments.cage.tables import N_ACTIONS
 from jurybox.training.policies import Policy, choose, export, play, policies
-from jurybox.training.recipes.workflow_run import run
 from jurybox.training.runtime.plan import RunError
-from jurybox.training.search.rollouts import INPUTS
-from jurybox.training.search.rollouts import play as roll
-from jurybox.training.search.settings import WorkflowTraining
 
 SMALL = WorkflowTraining(
     envs=4, total_episodes=24, episode_length=10, max_train_episodes_per_env=2, evaluation_episodes=8

@@ -20,6 +20,8 @@ PACKAGES = {
     "client/jurybox/client": "jurybox/client",
     "server/jurybox/server": "jurybox/server",
     "training/jurybox/training": "jurybox/training",
+    "training/jurybox/cluster": "jurybox/cluster",
+    "training/jurybox/studies": "jurybox/studies",
 }
 PIP = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 

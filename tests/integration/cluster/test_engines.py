@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from tests.integration.cluster.clusters import nodes, placed, ray
 from tests.unit.cluster.test_endpoints import answers
-from tests.unit.hockey.hockey_runs import Nothing, settings
+from tests.unit.studies.hockey.hockey_runs import Nothing, settings
 
 from jurybox.client import Error
+from jurybox.cluster import connection, engines
+from jurybox.cluster.launcher import RayLauncher
+from jurybox.cluster.traffic import Traffic
+from jurybox.studies.hockey.served import ENGINE, engine_of
+from jurybox.studies.hockey.train import plan, sizes_of
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.cluster import connection, engines
-from jurybox.training.cluster.launcher import RayLauncher
-from jurybox.training.cluster.traffic import Traffic
-from jurybox.training.recipes.hockey import plan, sizes_of
-from jurybox.training.recipes.hockey_served import ENGINE, engine_of
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run

@@ -9,14 +9,14 @@ import pytest
 from tests.integration.cluster.clusters import nodes
 from tests.serving import serving
 
-from jurybox.training.cluster.env_workers import Needs
-from jurybox.training.environments.photo import PhotoConfig
-from jurybox.training.recipes import workflow_run
-from jurybox.training.recipes.launchers import spread_named
-from jurybox.training.recipes.photo import METRICS, PhotoTraining, make_environments, train
-from jurybox.training.recipes.progress import Watcher
+from jurybox.cluster.env_workers import Needs
+from jurybox.studies.photo.environment import PhotoConfig
+from jurybox.studies.photo.learning import METRICS, PhotoTraining, make_environments, train
+from jurybox.studies.workflow import train as workflow_run
+from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training.run_folder import RunLog
-from jurybox.training.search.settings import WorkflowTraining
+from jurybox.training.trainings.launchers import spread_named
+from jurybox.training.trainings.progress import Watcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ AWAY = Needs(0.5, {"away": 1})
 SEARCH = WorkflowTraining(
     envs=6, total_episodes=60, episode_length=20, max_train_episodes_per_env=2, evaluation_episodes=12, workers=2
 )
-MODEL = {"photo": {"factory": "tests.unit.recipes.cheap_juror:middle_grey", "max_batch": 8, "rows": 16}}
+MODEL = {"photo": {"factory": "tests.unit.studies.photo.cheap_juror:middle_grey", "max_batch": 8, "rows": 16}}
 PHOTO = PhotoTraining(steps=32, envs=4, rollout=16, n_epochs=1, checkpoint_every=16)
 
 

@@ -11,9 +11,9 @@ import pytest
 from tests.integration.cluster.clusters import nodes, placed, ray
 from tests.unit.runtime.toys import Rows, plan
 
+from jurybox.cluster.launcher import RayLauncher
+from jurybox.cluster.traffic import Traffic
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.cluster.launcher import RayLauncher
-from jurybox.training.cluster.traffic import Traffic
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.progress import Timeline
@@ -127,7 +127,7 @@ def test_a_place_that_cannot_be_made_is_counted_as_a_failure_and_says_why(tmp_pa
 
         close = kill = where
 
-    monkeypatch.setattr("jurybox.training.cluster.launcher.RolePlace", Broken)
+    monkeypatch.setattr("jurybox.cluster.launcher.RolePlace", Broken)
     with RayLauncher() as launcher:
         outcome = run(plan(timeouts=replace(PATIENT, failures=2)), tmp_path, Rows(), launcher=launcher)
     assert outcome.end is End.FAILED and "2 times in a row" in outcome.text

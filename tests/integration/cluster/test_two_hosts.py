@@ -8,7 +8,7 @@ import pytest
 from benchmarks.cluster.cut import client
 from benchmarks.cluster.namespaces import A, TwoHosts
 from benchmarks.cluster.two_hosts import served
-from tests.unit.hockey.hockey_runs import settings
+from tests.unit.studies.hockey.hockey_runs import settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,10 +13,10 @@ import pytest
 from tests.serving import segments
 
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.recipes.gym import GymTraining, _audits, plan, train
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
+from jurybox.training.trainings.gym import GymTraining, _audits, plan, train
 
 LINE = [sys.executable, "-m", "jurybox.training.cli", "train", "gym"]
 SMALL_SAC = ["--set", "batch_size = 16", "--set", "hidden = [16, 16]", "--set", "evaluation_episodes = 2"]

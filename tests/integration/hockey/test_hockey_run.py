@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.serving import segments
-from tests.unit.hockey import like_the_original
-from tests.unit.hockey.hockey_runs import Nothing, settings
+from tests.unit.studies.hockey import like_the_original
+from tests.unit.studies.hockey.hockey_runs import Nothing, settings
 
+from jurybox.studies.hockey.actor import evaluate
+from jurybox.studies.hockey.report import learned
+from jurybox.studies.hockey.train import plan, train
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.hockey import plan, train
-from jurybox.training.recipes.hockey_actor import evaluate
-from jurybox.training.recipes.hockey_report import learned
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
@@ -177,8 +177,8 @@ def test_a_hockey_run_survives_five_minutes_of_kills(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_training_clearly_beat_random_play(tmp_path) -> None:
-    from jurybox.training.environments.hockey import HockeyGame
-    from jurybox.training.recipes.hockey_settings import HockeyTraining
+    from jurybox.studies.hockey import HockeyGame
+    from jurybox.studies.hockey.settings import HockeyTraining
 
     rng = np.random.default_rng(0)
     games = [HockeyGame() for _ in range(8)]

@@ -10,11 +10,11 @@ import time
 import pytest
 from tests.serving import segments
 
-from jurybox.training.recipes.marl import MarlTraining, plan
-from jurybox.training.recipes.marl_run import train
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
+from jurybox.training.trainings.marl import MarlTraining, plan
+from jurybox.training.trainings.marl_run import train
 
 LEARNING = {
     "algorithm": "ppo",

@@ -10,10 +10,10 @@ from tests.integration.marl.test_marl_on_policy import PPO
 from tests.serving import segments
 
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.marl import MarlTraining, plan
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.trainings.marl import MarlTraining, plan
 
 N_STEPS = PPO["ppo"]["n_steps"]
 

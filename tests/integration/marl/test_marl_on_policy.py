@@ -11,8 +11,6 @@ from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
 from jurybox.training.algorithms.base import Update
 from jurybox.training.checkpoints import Checkpoints, read_state, write_state
-from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_run import train
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
@@ -20,6 +18,8 @@ from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.settings import changes_of
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
+from jurybox.training.trainings.marl import ConfigError, MarlTraining, plan
+from jurybox.training.trainings.marl_run import train
 
 # Without the settings that PPO does not use.
 PPO = {

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from jurybox.training import interrupts
 from jurybox.training.policies import Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import policy
-from jurybox.training.recipes.marl import MarlTraining, plan
-from jurybox.training.recipes.marl_agent_env import AgentEnv
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
+from jurybox.training.trainings.marl import MarlTraining, plan
+from jurybox.training.trainings.marl_agent_env import AgentEnv
 
 KINDS = {"a": "float32", "b": "discrete", "c": "discrete", "d": "uint8"}
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cli import train as train_app
-from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_run import train
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of
+from jurybox.training.trainings.marl import ConfigError, MarlTraining, plan
+from jurybox.training.trainings.marl_run import train
 
 SMALL = {
     "algorithm": "dqn",

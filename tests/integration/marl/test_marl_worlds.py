@@ -16,15 +16,15 @@ from pettingzoo.utils.conversions import parallel_to_aec
 from tests.integration.marl.worlds import SPACES, Kinds
 
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.recipes.marl import ConfigError, MarlTraining, plan
-from jurybox.training.recipes.marl_roles import PlayingEvaluator, TurnTaker
-from jurybox.training.recipes.marl_run import train
-from jurybox.training.recipes.marl_worlds import AgentSpaces, ObservationEncoder, WorldError, agent_spaces, encoders
 from jurybox.training.replay import Replay, Windows
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.settings import changes_of
+from jurybox.training.trainings.marl import ConfigError, MarlTraining, plan
+from jurybox.training.trainings.marl_roles import PlayingEvaluator, TurnTaker
+from jurybox.training.trainings.marl_run import train
+from jurybox.training.trainings.marl_worlds import AgentSpaces, ObservationEncoder, WorldError, agent_spaces, encoders
 
 KINDS = f"{Kinds.__module__}:Kinds"
 DQN = {"algorithm": "dqn", "steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,)}

@@ -12,11 +12,11 @@ from tests.serving import segments
 
 pytest.importorskip("sorrel", reason="sorrel is not installed here (it needs Python 3.12): docs/marl.md says how")
 
+from jurybox.studies.sorrel import run_experiment
+from jurybox.studies.sorrel.experiment import SorrelError
+from jurybox.studies.sorrel.models import TRANSITION, GlobalRandom
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
-from jurybox.training.sorrel import run_experiment
-from jurybox.training.sorrel.experiment import SorrelError
-from jurybox.training.sorrel.models import TRANSITION, GlobalRandom
 
 pytestmark = pytest.mark.timeout(600)  # importing sorrel takes each process seconds
 WORLDS = "tests.integration.marl.sorrel_worlds"
@@ -61,7 +61,7 @@ def test_processes_make_the_same_trajectory_as_sorrel_when_nothing_is_published(
     # Sorrel's own loop with the actor's seed and models that do not change.
     from tests.integration.marl.sorrel_worlds import Hunt, hunt
 
-    from jurybox.training.sorrel.experiment import Multiprocessing, plan
+    from jurybox.studies.sorrel.experiment import Multiprocessing, plan
 
     monkeypatch.setattr(Hunt, "_model_train_step", lambda self, agent: np.array(0.0))
     seed = int(np.random.SeedSequence([0, 0, 1]).generate_state(1, np.uint64)[0] >> 1)

@@ -9,12 +9,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.unit.hockey.hockey_runs import settings
+from tests.unit.studies.hockey.hockey_runs import settings
 
 from jurybox.client import Refused, ServerGone
-from jurybox.training.cluster import endpoints
-from jurybox.training.cluster.host import Folders
-from jurybox.training.recipes.hockey import plan, train
+from jurybox.cluster import endpoints
+from jurybox.cluster.host import Folders
+from jurybox.studies.hockey.train import plan, train
 from jurybox.training.runtime.plan import ConfigError
 
 

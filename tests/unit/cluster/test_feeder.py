@@ -6,11 +6,11 @@ import uuid
 
 import numpy as np
 
+from jurybox.cluster.feeder import _Channel
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.cluster.feeder import _Channel
 
 
 def channel() -> WeightsChannel:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.runtime.toys import plan
 
-from jurybox.training.cluster.host import Counters, Host, TimelineCopy
+from jurybox.cluster.host import Counters, Host, TimelineCopy
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.scoreboard import Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources

@@ -46,8 +46,8 @@ def test_its_command_has_only_options_that_the_command_line_knows() -> None:
     assert words[:3] == ["jurybox", "train", "marl"]
     known = CliRunner().invoke(cli.train, ["marl", "--help"], env={"COLUMNS": "200"}).output
     assert all(word in known for word in words if word.startswith("--"))
-    from jurybox.training.recipes.marl import MarlTraining
     from jurybox.training.runtime.settings import changes_of
+    from jurybox.training.trainings.marl import MarlTraining
 
     MarlTraining.read(None, changes_of([value for flag, value in pairwise(words) if flag == "--set"], {}))
 

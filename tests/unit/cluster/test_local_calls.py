@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jurybox.training.cluster.local_calls import RAISED, VALUE, CallConnection, CallServer
+from jurybox.cluster.local_calls import RAISED, VALUE, CallConnection, CallServer
 
 SOON = 20.0
 
@@ -60,7 +60,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error_and_the_connection_stays() ->
 
 WORKER = """
 import os, time
-from jurybox.training.cluster.local_calls import CallServer
+from jurybox.cluster.local_calls import CallServer
 print(CallServer(lambda method, arguments: os._exit(9)).name, flush=True)
 time.sleep(60)
 """

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from jurybox.training.cluster.actors import RolePlace
+from jurybox.cluster.actors import RolePlace
 from jurybox.training.runtime.launching import configuration
 from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
 from jurybox.training.runtime.role_context import Actor

@@ -8,12 +8,12 @@ import types
 
 import pytest
 
-from jurybox.training.recipes.launchers import LauncherMissing, launcher_named, wants_ray
+from jurybox.training.trainings.launchers import LauncherMissing, launcher_named, wants_ray
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read when Ray is imported, which other tests use too
 pytest.importorskip("ray", reason="Ray is not installed: it is in the extra `ray`")
 
-from jurybox.training.cluster.connection import NoAddress, ServerAddresses, credentials, network_address
+from jurybox.cluster.connection import NoAddress, ServerAddresses, credentials, network_address
 
 
 def test_the_server_s_machine_uses_ipc_and_others_the_network() -> None:

@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 from tests.unit.cluster.workers_here import WorkersHere
-from tests.unit.recipes.worker_environments import Counting
+from tests.unit.trainings.worker_environments import Counting
 
-from jurybox.training.cluster.sb3_env import SpreadVecEnv, dealt
-from jurybox.training.cluster.vector_env import EnvGroup
-from jurybox.training.recipes.recorder import Recorder
+from jurybox.cluster.sb3_env import SpreadVecEnv, dealt
+from jurybox.cluster.vector_env import EnvGroup
+from jurybox.studies.photo.recorder import Recorder
 from jurybox.training.run_folder import RunLog
 from jurybox.training.vector.worker import WorkerFailed
 

@@ -10,11 +10,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.unit.cluster.workers_here import WorkersHere
 from tests.unit.vector.vector_environments import Counter, Nested
 
-from jurybox.training.cluster.vector_env import Groups, SpreadVectorEnv, joined
-from jurybox.training.environments.cage import CageRows, CageVectorEnv
-from jurybox.training.search import environments
-from jurybox.training.search.rollouts import play
-from jurybox.training.search.settings import WorkflowTraining
+from jurybox.cluster.vector_env import Groups, SpreadVectorEnv, joined
+from jurybox.studies.workflow import environments
+from jurybox.studies.workflow.cage import CageRows, CageVectorEnv
+from jurybox.studies.workflow.rollouts import play
+from jurybox.studies.workflow.settings import WorkflowTraining
 
 
 def counters(*counts: int, groups: int = 1) -> tuple[WorkersHere, list[SpreadVectorEnv]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jurybox.training.cluster.vector_env import LOST
+from jurybox.cluster.vector_env import LOST
 
 
 class WorkersHere:

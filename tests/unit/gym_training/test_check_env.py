@@ -15,7 +15,7 @@ from gymnasium import spaces
 from typer.testing import CliRunner
 
 from jurybox.training.check_command import check as command
-from jurybox.training.recipes.environment_check import Checked, check
+from jurybox.training.trainings.environment_check import Checked, check
 
 HERE = f"{__name__}:"
 RESTS = threading.Event()

@@ -9,12 +9,12 @@ import pytest
 from gymnasium import spaces
 
 from jurybox.training.contract import ContractBroken
-from jurybox.training.recipes.gym import GymTraining
-from jurybox.training.recipes.gym_actor import Envs
-from jurybox.training.recipes.marl import MarlTraining
-from jurybox.training.recipes.marl import plan as marl_plan
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.trainings.gym import GymTraining
+from jurybox.training.trainings.gym_actor import Envs
+from jurybox.training.trainings.marl import MarlTraining
+from jurybox.training.trainings.marl import plan as marl_plan
 
 RIGHT = ({"a": np.zeros(2, np.float32), "b": 1}, 1.0, False, False, {})
 

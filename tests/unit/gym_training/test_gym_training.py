@@ -20,7 +20,6 @@ from jurybox.training.algorithms.ppo import advantages_of
 from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.checkpoints import Checkpoints, read_state
-from jurybox.training.recipes.gym import GymTraining, plan, train
 from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.roles.off_policy import OffPolicyLearner
 from jurybox.training.roles.on_policy import OnPolicyLearner, rollout
@@ -30,6 +29,7 @@ from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
+from jurybox.training.trainings.gym import GymTraining, plan, train
 
 MIXED = {"env": "tests.unit.gym_training.gym_worlds:mixed"}
 # fmt: off

@@ -19,9 +19,9 @@ from jurybox.server.inproc import InprocServer
 from jurybox.training import policies
 from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.cli import train as train_command
-from jurybox.training.recipes.gym import GymTraining, train
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError, load
+from jurybox.training.trainings.gym import GymTraining, train
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_algorithm.md"
 SMALL = {"steps": 64, "batch_size": 8, "hidden": (8,), "learning_starts": 10, "buffer_size": 500}
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_its_learning_is_said_at_its_first_update(folder, alg
 
 
 def test_a_server_that_allows_our_factories_to_anyone_imports_no_module_of_theirs() -> None:
-    from jurybox.training.recipes import served_networks
+    from jurybox.training.algorithms import served_networks
 
     with pytest.raises(AlgorithmUnusable, match="'soft_q:SoftQ' is none of ppo, dqn, iqn, td3, sac"):
         served_networks.gym_policy("soft_q:SoftQ", {}, {})

@@ -18,10 +18,10 @@ from jurybox.training.algorithms.served import raw_network
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, Observations
-from jurybox.training.recipes.gym import GymTraining, algorithm_of, spaces_of, train
-from jurybox.training.recipes.gym_actor import Envs
 from jurybox.training.runtime.plan import load
 from jurybox.training.spaces import ActionSpec, AgentSpec, named
+from jurybox.training.trainings.gym import GymTraining, algorithm_of, spaces_of, train
+from jurybox.training.trainings.gym_actor import Envs
 
 INF = np.inf
 SPACES = {

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from jurybox.server.jurors import jury, ranked
 from jurybox.server.jurors.ranking import statistics
-from jurybox.training.environments.photo import PhotoEdit, PhotoLibrary
-from jurybox.training.environments.photo.edits import TOOLS, Degradation, Edits, apply, degrade, draw
+from jurybox.studies.photo.environment import PhotoEdit, PhotoLibrary
+from jurybox.studies.photo.environment.edits import TOOLS, Degradation, Edits, apply, degrade, draw
 
 
 @pytest.fixture(scope="module")

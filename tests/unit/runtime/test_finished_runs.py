@@ -12,11 +12,11 @@ from rich.console import Console
 from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.training.interrupts import Signals
-from jurybox.training.recipes.recorded_run import recorded_run
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import Settings
+from jurybox.training.trainings.recorded_run import recorded_run
 
 KEPT = ("summary.json", "timeline.json", "metrics.csv", "settings.json", "report.html")
 

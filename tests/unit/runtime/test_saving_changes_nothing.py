@@ -10,19 +10,22 @@ import pytest
 import torch
 from gymnasium import spaces
 from tests.integration.marl.test_marl_training import SMALL as MARL
-from tests.unit.hockey.hockey_runs import settings as hockey_settings
-from tests.unit.hockey.test_hockey_training import same
-from tests.unit.recipes.test_photo_resume import SMALL as PHOTO
 from tests.unit.runtime import toys
-from tests.unit.search.test_trainer import SETTINGS as WORKFLOW
+from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
+from tests.unit.studies.hockey.test_hockey_training import same
+from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
+from tests.unit.studies.workflow.test_trainer import SETTINGS as WORKFLOW
 
+from jurybox.studies.hockey import train as hockey
+from jurybox.studies.photo import learning as photo
+from jurybox.studies.sorrel.roles import SorrelActor
+from jurybox.studies.workflow import train as workflow_run
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.recipes import gym, hockey, marl, photo, workflow_run
 from jurybox.training.replay import Replay
 from jurybox.training.run_folder import RunLog
 from jurybox.training.runtime.run import run
-from jurybox.training.sorrel.roles import SorrelActor
+from jurybox.training.trainings import gym, marl
 
 FINISHED: list[int] = []
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jurybox.training.recipes.training import until_interrupted
+from jurybox.training.trainings.training import until_interrupted
 
 check = typer.Typer(help="Check what you bring.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -33,8 +33,8 @@ def check_env(
     passed = False
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes.environment_check import check as checked
         from jurybox.training.runtime.settings import changes_of
+        from jurybox.training.trainings.environment_check import check as checked
 
         nonlocal passed
         arguments: dict[str, Any] = changes_of(sets or [], {})

@@ -24,6 +24,7 @@ from typing import Any
 
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
+from jurybox.training.errors import UsageError
 
 __all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "NoCheckpoint", "StateDamaged", "read_state", "write_state"]
 
@@ -36,7 +37,7 @@ _OLD = ".old-"  # prefix of a folder that is being replaced
 _MAGIC = b"jbstate1"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UsageError, RuntimeError):
     """There is nothing to resume, or it does not match the run."""
 
 

@@ -22,12 +22,12 @@ from typer.main import get_command
 
 from jurybox.protocol.errors import did_you_mean
 from jurybox.training import interrupts
-from jurybox.training.recipes.training import ExtraMissing, require_extra, until_interrupted
-from jurybox.training.recipes.training import train as carry_out
+from jurybox.training.trainings.training import ExtraMissing, require_extra, until_interrupted
+from jurybox.training.trainings.training import train as carry_out
 
 if TYPE_CHECKING:
-    from jurybox.training.recipes.setting_flags import Setting
     from jurybox.training.runtime.settings import Settings
+    from jurybox.training.trainings.setting_flags import Setting
 
 _USAGE = 2
 
@@ -46,7 +46,7 @@ def _group() -> None:
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random number generator.")]
 # The flags of every training's command in addition to those of its settings; the names are parameters of
-# `recipes.training.train`.
+# `trainings.training.train`.
 _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
     "out": (Path | None, None, typer.Option("--out", metavar="DIR", help="Output folder; NAME-out by default.")),
     "config": (
@@ -126,7 +126,7 @@ class Command:
 
 TRAININGS = {
     "photo": Command(
-        "jurybox.training.recipes.photo_run:TRAINING",
+        "jurybox.studies.photo.train:TRAINING",
         "Train a policy to edit photos for a higher score from the server's juror.",
         (*SEED, *SPEED, "environment.address", "environment.model", "environment.photos", "rollout", "damages"),
         {
@@ -141,28 +141,28 @@ TRAININGS = {
         ),
     ),
     "plan": Command(
-        "jurybox.training.recipes.any_plan:TRAINING",
+        "jurybox.training.trainings.any_plan:TRAINING",
         "Run a plan of your own, with the same options and outputs as the other trainings.",
         ("plan", "arguments", *SEED),
     ),
     "marl": Command(
-        "jurybox.training.recipes.marl_run:TRAINING",
+        "jurybox.training.trainings.marl_run:TRAINING",
         "Train many agents in one world, each with its own learner process.",
         (*SEED, *SPEED, "environment", "agents", "algorithm", *SERVED),
     ),
     "hockey": Command(
-        "jurybox.training.recipes.hockey:TRAINING",
+        "jurybox.studies.hockey.train:TRAINING",
         "Train a hockey policy against bots and its past selves, with collectors and a learner side by side.",
         (*SEED, *SPEED, "target", "environment", "mode", *SERVED, *LEARNING, *INTERVALS),
         {"environment": ("--env",)},
     ),
     "gym": Command(
-        "jurybox.training.recipes.gym:TRAINING",
+        "jurybox.training.trainings.gym:TRAINING",
         "Train a policy in any Gymnasium environment, with PPO, DQN, IQN, TD3, SAC or an algorithm of yours.",
         ("env", "algorithm", *SEED, *SPEED, *SERVED, "learning_rate", "n_steps", *LEARNING, *INTERVALS),
     ),
     "workflow": Command(
-        "jurybox.training.recipes.workflow_run:TRAINING",
+        "jurybox.studies.workflow.train:TRAINING",
         "Search for the order of repairs that best defends a network, and train the policy that follows it.",
         ("seed", "total_episodes", *SPEED, "red", "env", *SERVED),
         {"red": ("--red-agent",), "use_masks": ("--masks",)},
@@ -236,8 +236,8 @@ class TrainCommand(TyperCommand):
         except ExtraMissing as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(_USAGE) from error
-        from jurybox.training.recipes.setting_flags import settings_of
         from jurybox.training.runtime.plan import ConfigError
+        from jurybox.training.trainings.setting_flags import settings_of
 
         try:
             found = settings_of(settings_class(self.of), {"algorithm": self._chosen} if self._chosen else {})
@@ -390,13 +390,13 @@ def demo_policy(
     """Serve a small policy and ask it from Python and curl, in ten seconds; then look at its live page."""
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes import policy_demo
         from jurybox.training.runtime.local_server import LocalServer
+        from jurybox.training.trainings import policy_demo
 
         out.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         server = LocalServer(
-            {"cartpole": {"factory": "jurybox.training.recipes.policy_demo:cartpole"}}, out / "server.log"
+            {"cartpole": {"factory": "jurybox.training.trainings.policy_demo:cartpole"}}, out / "server.log"
         )
         resources.callback(server.stop)
         server.start()
@@ -419,11 +419,11 @@ def demo_policy(
 
 def _demonstrate(out: Path, **options: Any) -> None:
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes import photo_run
-        from jurybox.training.recipes.progress import ConsoleProgress
+        from jurybox.studies.photo.train import demo as demonstrate
+        from jurybox.training.trainings.progress import ConsoleProgress
 
         given = {name: value for name, value in options.items() if value is not None}
-        verdict = photo_run.demo(out, ConsoleProgress(console), resources, **given)
+        verdict = demonstrate(out, ConsoleProgress(console), resources, **given)
         return "\n".join((verdict.headline, *verdict.sentences, "", f"report: {out / 'report.html'}"))
 
     until_interrupted(work, out, message="stopping the server and the workers", what="the demo")

@@ -53,13 +53,14 @@ FORMAT = 3
 SCORES = "policy-scores.json"  # in the run's folder: the results of evaluations, by the digest of the weights
 _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
 # Modules whose definitions an untrusted file may name: networks, environments, and factories among their arguments.
-_NETWORKS = ("jurybox.training.recipes.served_networks",)
+_NETWORKS = ("jurybox.training.algorithms.served_networks", "jurybox.studies.photo.network")
 _ENVIRONMENTS = (
     "jurybox.training.environments",
-    "jurybox.training.recipes.marl_agent_env",
-    "jurybox.training.search.defended",
+    "jurybox.training.trainings.marl_agent_env",
+    *(f"jurybox.studies.{name}" for name in ("hockey.single", "hockey.parallel", "hockey.game", "hockey.original")),
+    *(f"jurybox.studies.{name}" for name in ("photo.environment", "treasure", "workflow.cage", "workflow.defended")),
 )
-_ARGUMENT_MODULES = ("jurybox.training.environments", "jurybox.server.jurors")
+_ARGUMENT_MODULES = (*_ENVIRONMENTS, "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
 
 Array = npt.NDArray[Any]

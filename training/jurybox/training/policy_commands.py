@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from jurybox.training.recipes.training import until_interrupted
+from jurybox.training.trainings.training import until_interrupted
 
 if TYPE_CHECKING:
     from jurybox.training.policies import Policy
@@ -228,7 +228,7 @@ def edit(
     """Edit images with a photo policy, at full resolution, and write a contact sheet of before and after."""
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.recipes.photo_editing import SHEET, config_of, edit_pictures, pictures
+        from jurybox.studies.photo.editing import SHEET, config_of, edit_pictures, pictures
 
         loaded, changes = _loaded(run, which, None, trust=trust), _changes(sets)
         changes |= {"scorer": "server", "address": server} if server is not None else {}

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically
 from jurybox.training.contract import audits
+from jurybox.training.errors import UsageError
 
 _LOCK = ".lock"
 _SETTINGS = "settings.json"
@@ -26,7 +27,7 @@ _RECORDED = (
 )
 
 
-class RunLogError(RuntimeError):
+class RunLogError(UsageError, RuntimeError):
     """The folder of a run cannot be used as it is; the message contains a remedy."""
 
 

@@ -96,7 +96,11 @@ def _check_absolute(text: str) -> str:
 
 
 # The factories that come with Jurybox. Not all of its modules are allowed, since some of them start processes.
-_OWN_FACTORIES = ("jurybox.server.jurors:*", "jurybox.training.recipes.served_networks:*")
+_OWN_FACTORIES = (
+    "jurybox.server.jurors:*",
+    "jurybox.training.algorithms.served_networks:*",
+    "jurybox.studies.photo.network:*",
+)
 # The settings that a client on another host may give for its model: none that reads from disk or writes to it.
 _FROM_ELSEWHERE = frozenset(
     {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jurybox.protocol.errors import missing_name
 from jurybox.protocol.weights import Mode, WeightsLayout
+from jurybox.training.errors import UsageError
 from jurybox.training.replay import Episodes, Field
 
 POLICY_FILE = "policy.json"  # in a checkpoint: how its weights act
@@ -296,7 +297,7 @@ def load(make: str) -> Callable[..., Any]:
     return made
 
 
-class RunError(ValueError):
+class RunError(UsageError, ValueError):
     """The run cannot be carried out as requested."""
 
 

@@ -1,0 +1,517 @@
+"""The training in one process: what it writes, what it learns from, and going on exactly where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.studies.hockey.hockey_runs import Nothing, settings
+
+from jurybox.protocol.segment import directory
+from jurybox.studies.hockey import HockeyGame, make_opponent
+from jurybox.studies.hockey import report as hockey_report
+from jurybox.studies.hockey.actor import Collector, evaluate, fields, name_of, number_of, shaped
+from jurybox.studies.hockey.learner import HockeyLearner
+from jurybox.studies.hockey.opponents import Pool
+from jurybox.studies.hockey.settings import LEAVING, HockeyTraining, Shaping
+from jurybox.studies.hockey.train import plan, train
+from jurybox.training.algorithms.td3 import TD3Learner
+from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state, write_state
+from jurybox.training.replay import Episodes, Replay, Windows
+from jurybox.training.replay.part import ANCHOR_MARK
+from jurybox.training.runtime.plan import ConfigError, End, Outcome
+from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.runtime.run import run
+from jurybox.training.runtime.settings import changes_of
+from jurybox.training.runtime.shared_resources import SharedResources
+
+
+def same(one, two, where=""):
+    """Two trees, bit for bit."""
+    if isinstance(one, dict):
+        assert one.keys() == two.keys(), where
+        for name in one:
+            same(one[name], two[name], f"{where}.{name}")
+    elif isinstance(one, list):
+        assert len(one) == len(two), where
+        for number, pair in enumerate(zip(one, two, strict=True)):
+            same(*pair, f"{where}[{number}]")
+    elif isinstance(one, np.ndarray):
+        assert np.array_equal(one, two, equal_nan=True), where
+    else:
+        assert one == two, where
+
+
+@pytest.mark.parametrize(
+    ("prioritized", "anchor_size"),
+    [*(pytest.param(prioritized, 0, marks=pytest.mark.slow) for prioritized in (False, True)), (True, 700)],
+)
+def test_a_resumed_serial_run_depends_on_its_checkpoint_alone(
+    tmp_path: Path, prioritized: bool, anchor_size: int
+) -> None:
+    s = {"prioritized": prioritized, "anchor_size": anchor_size, "workers": 2}
+    run(plan(settings(**s, steps=1500), tmp_path / "one"), tmp_path / "one", Nothing(), serial=True)
+    left = Checkpoints(tmp_path / "one" / "checkpoints").existing().state("actor-1")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        planned = plan(settings(**s, steps=3000), tmp_path / name)
+        resumed = run(planned, tmp_path / name, Nothing(), serial=True, resume=True)
+        assert resumed.env_steps >= 3000 and resumed.learner_steps >= 260
+    one, two = (Checkpoints(tmp_path / name / "checkpoints").existing() for name in ("one", "two"))
+    for role in ("learner", "actor-0", "actor-1"):
+        same(one.state(role), two.state(role), role)
+    assert one.state("actor-1")["begun"] > left["begun"] > 2 and one.state("learner")["league"]["pool"], "one joined it"
+    assert (one.folder / "weights-policy.state").read_bytes() == (two.folder / "weights-policy.state").read_bytes()
+
+
+def test_the_learner_waits_until_rows_of_many_games_can_be_sampled(tmp_path: Path) -> None:
+    s = settings(envs=32, learning_starts=32, steps=640)
+    assert s.learning_starts * 2 < s.unsampled, "the first step is due before any row has its successors"
+    outcome = run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    assert outcome.learner_steps == outcome.env_steps // 10 - 32 // 10
+
+
+def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path) -> None:
+    before = set(os.listdir(directory()))
+    s = settings(steps=1300, evaluate_every=1000, matrix_games=1, film_games=1)
+    outcome = train(s, tmp_path, serial=True)
+    assert set(os.listdir(directory())) == before
+    assert outcome.env_steps >= 1300 and outcome.learner_steps >= 100
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert {"seconds", "wins", "critic_loss", "eval_wins_weak", "eval_losses_strong"} <= set(lines[0].split(","))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["env_steps"] == outcome.env_steps and summary["serial"]
+    shares = [summary["evaluation"][f"eval_{what}_weak"] for what in ("wins", "ties", "losses")]
+    assert sum(shares) == pytest.approx(1)
+    report = (tmp_path / "report.html").read_text()
+    assert "data:image/gif;base64," in report and "learned against strong" in report and "Games won" in report
+    assert (tmp_path / "checkpoints" / "best" / "weights-policy.state").exists()
+    with pytest.raises(CheckpointError, match="batch_size"):
+        train(settings(steps=1400, batch_size=8), tmp_path, serial=True, resume=True)
+
+
+def test_nothing_to_resume_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="without --resume"):
+        train(settings(), tmp_path, serial=True, resume=True)
+
+
+class Still:
+    """`Policies` that stand still, against one bot."""
+
+    def __init__(self, odds=None):
+        self.asked, self._odds = {}, odds or {"anchor:weak": 1.0}
+
+    def request(self, half, seen, opponents, theirs):
+        assert len(seen) == len(opponents) == len(theirs)
+        self.asked[half] = len(seen)
+
+    def actions(self, half):
+        return np.zeros((self.asked.pop(half), 4), np.float32)
+
+    def player(self, name):
+        return make_opponent(name.removeprefix("anchor:"))
+
+    def odds(self):
+        return self._odds
+
+
+def played(replay, s, games, steps, **more):
+    collector = Collector([HockeyGame() for _ in range(games)], replay, s, Still(), **more)
+    made, results = 0, []
+    while made < steps:
+        step, over = collector.step(warm=True)
+        made += step
+        results += over
+    return collector, made, results
+
+
+def make_replay(name):
+    return Replay.create(f"{name}-{os.getpid()}", 20_000, fields(18, 4), episodes=Episodes(), seed=0)
+
+
+def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring() -> None:
+    def opponents_seen(odds, *, warm=False, size=1000):
+        name = f"dual-{os.getpid()}"
+        with Replay.create(name, 20_000, fields(18, 4), episodes=Episodes(), anchor=size, seed=0) as replay:
+            policies = Still(odds)
+            policies.player = lambda name: make_opponent("weak")
+            collector = Collector([HockeyGame() for _ in range(4)], replay, settings(), policies)
+            made = 0
+            while made < 1500:
+                made += collector.step(warm=warm)[0]
+            ring, kept = (part.ring.size for part in replay.parts)
+            if kept and not ring:
+                batch = replay.sample(64, windows=Windows(n_step=8, next="observation"), anchor_ratio=0.25)
+                assert np.abs(batch["next_observation"] - batch["observation"])[:, 2].max() < 3, "of the same game"
+            return ring, kept
+
+    ring, kept = opponents_seen({"pool:7": 1.0})
+    assert kept == 0 and ring >= 3000, "games against past selves are overwritten in their time"
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, warm=True)
+    assert kept == 0 and ring >= 3000, "what was played at random is nothing to keep"
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, size=5000)
+    assert ring == 0 and kept >= 3000
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, size=1000)
+    assert kept == 1000 and ring > 500, "once it is full, games begin in the ring again"
+
+
+def test_each_batch_contains_a_share_of_the_anchor(tmp_path: Path, monkeypatch) -> None:
+    ratios, sample = [], Replay.sample
+
+    def watched(replay, n, *args, **options):
+        batch = sample(replay, n, *args, **options)
+        if n == 16:
+            ratios.append((replay.parts[1].ring.size >= s.least_kept, float((batch.indices >= ANCHOR_MARK).mean())))
+        return batch
+
+    monkeypatch.setattr(Replay, "sample", watched)
+    s = settings(steps=1500, anchor_size=600, anchor_ratio=0.5)
+    run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    assert set(ratios) == {(False, 0.0), (True, 0.5)}, "nothing is asked of it before it has something to give"
+    with pytest.raises(ValueError, match=f"at least {s.least_kept}"):
+        settings(anchor_size=s.least_kept - 1)
+
+
+def test_without_a_limit_ahead_neither_side_waits_and_the_age_of_policies_is_bounded_and_shown() -> None:
+    free = HockeyTraining(max_ahead="none")
+    assert free.pace.free and free.pace.slack is None and not HockeyTraining().pace.free
+    with pytest.raises(ConfigError, match="max_ahead"):
+        HockeyTraining.checked({"max_ahead": "any"})
+    with pytest.raises(ConfigError, match="nothing would limit the age of collectors' policies"):
+        HockeyTraining.checked({"max_ahead": "none", "max_lag": None})
+    with pytest.raises(ConfigError, match='train_freq is set and would have no effect: max_ahead is "none"'):
+        HockeyTraining.read(None, {"max_ahead": "none", "train_freq": 4})
+    outcome = SimpleNamespace(forced_syncs=3, learner_steps=5000)
+    shown = hockey_report.age_of_policies(free, outcome, [{"lag": 2.0}, {"lag": 25.0}])
+    assert "13.5 publications behind on average, 25 at most" in shown
+    assert "more than 20 are fetched before the next step (3 times)" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("num_collectors", "is called workers here"),
+        ("replay_capacity", "is called buffer_size here"),
+        ("weight_publish_interval", "is called publish_interval here"),
+        ("sync_interval", "is called weight_sync_interval here"),
+        ("envs_per_collector", "envs is the number of games over all workers"),
+        ("dual_buffer", "anchor_size rows are kept"),
+        ("tau", "it is learner.tau here"),
+    ],
+)
+def test_names_of_other_programs_are_answered_with_ours(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        HockeyTraining.checked({name: 1})
+
+
+def test_the_anchor_is_refused_where_rows_come_from_other_machines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="anchor_size does not go"):
+        train(settings(anchor_size=400), tmp_path, launcher=object())
+
+
+def test_one_half_is_requested_before_the_other_steps() -> None:
+    with make_replay("halves") as replay:
+        policies = Still()
+        collector = Collector([HockeyGame() for _ in range(5)], replay, settings(), policies)
+        for number in range(6):
+            made, _ = collector.step(warm=True)
+            assert made == (3, 2)[number % 2]
+            assert policies.asked == {0: 3, 1: 2}, "both halves' actions are under way between two steps"
+
+
+def test_rows_contain_observations_actions_and_rewards_of_both_players() -> None:
+    with make_replay("both") as replay:
+        _, steps, results = played(replay, settings(shaping={"touch": 0.5}), 4, 3000)
+        ties = sum(result.winner == 0 for result in results)
+        assert replay.added == 2 * (steps + ties), "a game cut short keeps its last observation as well"
+        batch = replay.sample(1000, windows=Windows(n_step=1, next="observation"))
+        own, following = batch["observation"], batch["next_observation"]
+        ended = batch["discount"] == 0  # after a goal there is no next observation
+        moved, expected = following[~ended, :2] - own[~ended, :2], following[~ended, 3:5] / 50
+        # The place is the turning body's, the speed its centre's; and a wall may have stopped it on its way.
+        np.testing.assert_allclose(moved, expected, atol=0.25)
+        assert np.median(np.abs(moved - expected)) < 0.005
+        assert (np.abs(batch["action"]) <= 1).all()
+        assert (np.abs(batch["reward"][ended]) > 9).all() and (np.abs(batch["reward"][~ended]) < 9).all()
+
+
+def test_rows_of_the_learner_alone_on_request() -> None:
+    with make_replay("own") as replay:
+        _, steps, results = played(replay, settings(both_sides=False), 2, 1000)
+        assert replay.added == steps + sum(result.winner == 0 for result in results)
+
+
+def test_a_resumed_collector_leaves_the_matches_that_went_on_and_begins_others(tmp_path: Path) -> None:
+    with make_replay("left") as replay:
+        before = played(replay, settings(), 2, 20)[0].begun
+        replay.save(tmp_path / "rows")
+    with make_replay("anew") as replay:
+        replay.restore(tmp_path / "rows")
+        rows = replay.added
+        assert played(replay, settings(), 2, 20, begun=before)[0].begun == before + 2
+        batch = replay.sample(500, windows=Windows(n_step=1, next="observation"))
+        # The last row of a game that was left has no next one, so it is not handed out; none is led into another game.
+        assert np.abs(batch["next_observation"][:, :2] - batch["observation"][:, :2]).max() < 0.5 and rows > 30
+
+
+def test_collectors_share_one_ladder_of_noise_and_play_different_games() -> None:
+    s = settings(noise=(0.1, 0.8))
+    with make_replay("ladder") as replay:
+        made = [
+            Collector([HockeyGame() for _ in range(2)], replay, s, Still(), number=number, workers=2)
+            for number in (0, 1)
+        ]
+        ladder = sorted(deviation for collector in made for deviation in collector.noise)
+        np.testing.assert_allclose(ladder, [0.1, 0.2, 0.4, 0.8])
+        one, two = (collector.match(0, warm=False) for collector in made)
+        assert one.seed != two.seed and not np.array_equal(one.noise, two.noise)
+
+
+def test_the_reward_is_the_environments_own_and_the_pucks_way_forward() -> None:
+    game = HockeyGame()
+    game.reset(0)
+    rng = np.random.default_rng(0)
+    while not game.over:
+        turn = game.step(rng.uniform(-1, 1, (2, 4)))
+        for player in (0, 1):
+            way = turn.infos[player]["reward_puck_direction"]
+            assert shaped(turn, player, Shaping(direction=0.0)) == pytest.approx(turn.rewards[player])
+            assert shaped(turn, player, Shaping()) == pytest.approx(turn.rewards[player] + 10 * way)
+
+
+def test_an_evaluation_plays_the_same_games_each_time() -> None:
+    def policy(rows: np.ndarray) -> np.ndarray:
+        return np.tanh(rows[:, [12, 13, 2, 0]] - rows[:, [0, 1, 5, 1]])
+
+    one = evaluate([HockeyGame()], policy, "weak", 6)
+    side_by_side = evaluate([HockeyGame() for _ in range(4)], policy, "weak", 6)
+    assert one == side_by_side
+    assert one.wins + one.ties + one.losses == pytest.approx(1)
+    assert one != evaluate([HockeyGame()], policy, "weak", 6, seed=1)
+
+
+def test_a_pool_member_plays_as_before_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    state = {name: value.numpy() for name, value in TD3Learner(18, 4).acting().state_dict().items()}
+    Pool(tmp_path).keep("pool:17", NumpyActor(state))
+    row = np.random.default_rng(0).normal(size=(1, 18)).astype(np.float32)
+    elsewhere = Pool(tmp_path)
+    np.testing.assert_array_equal(elsewhere.actor("pool:17")(row), NumpyActor(state)(row))
+    assert elsewhere.names() == ["pool:17"]
+    for name in ("pool:123456", "pool:../x", "nobody"):
+        with pytest.raises(KeyError, match="nobody plays"):
+            elsewhere.actor(name)
+
+
+def test_opponents_have_numbers_and_names() -> None:
+    anchors = ("anchor:weak", "anchor:strong")
+    for name in (*anchors, "pool:1", "pool:123"):
+        assert name_of(number_of(name, anchors), anchors) == name
+
+
+def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
+    config = tmp_path / "hockey.toml"
+    config.write_text("batch_size = 32\nworkers = 3\n[learner]\ntau = 0.01\nactor_learning_rate = 0.1\n")
+    s = HockeyTraining.read(
+        config, changes_of(["learner.actor_learning_rate = 0.2", "noise = [0.1, 0.3]"], {"workers": 2, "seed": None})
+    )
+    assert (s.batch_size, s.workers, s.noise) == (32, 2, (0.1, 0.3))
+    assert (s.learner.tau, s.learner.actor_learning_rate, s.learner.policy_delay) == (0.01, 0.2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["batches = 3"], "batches"),
+        (["batch_size = 0"], "batch_size"),
+        (["learner.taus = 1"], "taus"),
+        (["batch_size"], "NAME=VALUE"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HockeyTraining.read(None, changes_of(changes, {}))
+
+
+def test_one_setting_of_a_part_leaves_the_others_as_the_training_has_them() -> None:
+    s, usual = HockeyTraining.read(None, changes_of(["league.pool = 3", "learner.tau = 0.01"], {})), HockeyTraining()
+    assert usual.league.anchor_share == 0.75, "the training's own default, not the league's"
+    assert s.league == dataclasses.replace(usual.league, pool=3)
+    assert s.learner == dataclasses.replace(usual.learner, tau=0.01)
+    assert HockeyTraining(**s.model_dump(mode="json")) == s
+
+
+def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.at_all"):
+        plan(settings(environment="nowhere.at_all:Env"), tmp_path)
+
+
+def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path) -> None:
+    s = settings(steps=4000, snapshot_every=1, train_freq=2, league={"pool": 2, "least_games": 2, "anchor_share": 0.9})
+    run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
+    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
+    versions = [int(path.stem) for path in sorted((tmp_path / "pool").glob("*.weights"))]
+    assert versions[-1] // 50 > 20, "more have joined than may stay"
+    assert len(versions) <= 2 + LEAVING
+    names = [f"pool:{version}" for version in versions]
+    assert names[-2:] == state["league"]["pool"] == list(state["past"])
+
+
+def test_a_resumed_run_has_the_past_selves_of_its_checkpoint_and_no_others(tmp_path: Path) -> None:
+    s = {"snapshot_every": 2, "train_freq": 2}
+    run(plan(settings(**s, steps=2000), tmp_path), tmp_path, Nothing(), serial=True)
+    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
+    folder = tmp_path / "pool"
+    for path in folder.iterdir():
+        path.unlink()
+    # Of a part of the run that was killed after the checkpoint.
+    (folder / f"{10**9:012d}.weights").write_bytes(b"later than the checkpoint")
+    run(plan(settings(**s, steps=2004), tmp_path), tmp_path, Nothing(), serial=True, resume=True)
+    names = set(Pool(folder).names())
+    assert state["league"]["pool"] and names >= set(state["league"]["pool"]) and f"pool:{10**9}" not in names
+    first = state["league"]["pool"][0]
+    for name, value in Pool(folder).actor(first).state.items():
+        np.testing.assert_array_equal(value, state["past"][first][name])
+
+
+class Served:
+    """The server of past selves."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict] = {}
+
+    def keep(self, name: str, state) -> None:
+        self.kept[name] = state
+
+
+@contextmanager
+def hockey_learner(folder: Path, state=None, life=1, first=lambda shared: None, **changes):
+    """A learner with a served policy; `first` may use the run's shared memory before it is made."""
+    planned = plan(settings(**changes), folder)
+    number = [role.name for role in planned.roles].index("learner")
+    with SharedResources.create(planned) as shared:
+        first(shared)
+        context = RoleContext(planned, number, shared, lambda message: None, life=life)
+        learner = HockeyLearner(context, **planned.roles[number].settings)
+        try:
+            learner._served = Served()
+            if state is not None:
+                learner.restore(state)
+            yield learner
+        finally:
+            learner.close()
+
+
+@pytest.mark.parametrize("life", [1, 2])
+def test_a_learner_takes_the_past_selves_of_its_checkpoint_whose_files_are_gone(tmp_path: Path, life: int) -> None:
+    with hockey_learner(tmp_path) as learner:
+        for version in (10, 20):
+            name, _ = learner.league.add(version)
+            learner._pool.keep(name, learner.learner.numpy_actor())
+        write_state(tmp_path / "learner.state", learner.save())
+        # Both left the league after the checkpoint.
+        learner._pool.keep("pool:30", learner.learner.numpy_actor())
+        learner._pool.retain(["pool:30"])
+    state = read_state(tmp_path / "learner.state")
+    with hockey_learner(tmp_path, state, life) as learner:
+        assert list(learner._served.kept) == ["pool:10", "pool:20"]
+        same(dict(learner._served.kept["pool:10"]), state["past"]["pool:10"])
+        same(learner.save()["past"], state["past"])  # of their files, which collectors read, too
+        assert ("pool:30" in learner._pool.names()) == (life == 2), "other collectors may play against it"
+
+
+def test_a_resumed_learner_counts_the_results_that_collectors_added_before_it_was_ready(tmp_path: Path) -> None:
+    def played(shared, games=3) -> None:
+        results = shared.replay("results")
+        for _ in range(games):
+            results.add(opponent=-1, winner=1)  # the first anchor
+
+    def resumed(shared) -> None:
+        shared.replay("results").restore(tmp_path / "results")
+        played(shared, 4)
+
+    with hockey_learner(tmp_path) as learner:
+        anchor = learner.league.anchors[0]
+        played(learner.context.shared)
+        state = learner.save()
+        assert learner.league.games(anchor) == 0, "counted at the next step, as without a checkpoint"
+        learner.context.shared.replay("results").save(tmp_path / "results")
+    with hockey_learner(tmp_path, state, first=resumed) as learner:
+        learner._take_results()
+        assert learner.league.games(anchor) == pytest.approx(7, rel=0.1)
+
+
+def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(tmp_path: Path, monkeypatch) -> None:
+    done = []
+
+    class Event:
+        def record(self, stream) -> None:
+            done.append("recorded")
+
+        def synchronize(self) -> None:
+            done.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with hockey_learner(tmp_path, prioritized=False) as learner:
+        monkeypatch.setattr(learner._on_device, "_copied", Event())
+        monkeypatch.setattr(learner, "_update_league", lambda: None)
+        monkeypatch.setattr(learner._replay, "sample", lambda *_, **__: done.append("filled"))
+        update = SimpleNamespace(metrics={})
+        monkeypatch.setattr(learner.learner, "update", lambda *_: done.append("learned") or update)
+        for _ in range(2):
+            learner.step()
+    assert done == 2 * ["waited", "filled", "recorded", "learned"]
+
+
+def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Path) -> None:
+    state = {
+        name: tensor.numpy() for name, tensor in TD3Learner(18, 4, settings().learner).acting().state_dict().items()
+    }
+    pool = Pool(tmp_path, most=2)
+    for version in range(5):
+        pool.keep(f"pool:{version}", NumpyActor(state))
+        pool.actor(f"pool:{version}")
+    assert list(pool._actors) == ["pool:3", "pool:4"]
+    pool.actor("pool:0")
+    assert list(pool._actors) == ["pool:4", "pool:0"]
+
+
+def test_a_gpus_utilization_is_logged_and_a_cpus_or_an_unknown_one_is_not(monkeypatch):
+    from jurybox.studies.hockey.learner import device_utilization
+    from jurybox.studies.hockey.train import columns
+
+    monkeypatch.setattr("torch.cuda.utilization", lambda device: 73)
+    assert device_utilization("cuda:0") == {"device_utilization": 73.0} and device_utilization("cpu") == {}
+
+    def missing(device):
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr("torch.cuda.utilization", missing)
+    assert device_utilization("cuda:0") == {}
+    assert "device_utilization" in columns(settings(device="cuda:0"))
+    assert "device_utilization" not in columns(settings())
+    # torch.cuda.utilization asks this package, which torch does not require.
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    assert any(line.startswith("nvidia-ml-py") for line in project["optional-dependencies"]["training"])
+
+
+def test_a_report_after_a_signal_plays_no_games(tmp_path, monkeypatch):
+    def plays(*_):
+        raise AssertionError("whoever stops a run waits for its end")
+
+    for name in ("win_matrix", "_film", "learned"):
+        monkeypatch.setattr(hockey_report, name, plays)
+    stopped = Outcome(
+        end=End.SIGNAL, text=End.SIGNAL.value, env_steps=100, learner_steps=10, epochs=1, episodes=2, seconds=1.0,
+        return_mean=None, return_std=None, restarts=0, forced_syncs=0, busy={}, serial=True, evaluation={},
+    )  # fmt: skip
+    assert "A stop was requested" in hockey_report.report(HockeyTraining(), stopped, [], tmp_path, "")

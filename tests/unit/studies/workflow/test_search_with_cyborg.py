@@ -1,0 +1,74 @@
+"""A search with CybORG, whose random state is in no checkpoint: it is resumed, and one of its workers is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+from tests.unit.studies.workflow.cyborg_shape import make
+from tests.unit.studies.workflow.test_trainer import SETTINGS, Stopped
+
+from jurybox.studies.workflow import environments, trainer
+from jurybox.studies.workflow import train as workflow_run
+from jurybox.studies.workflow.cage import CyborgEnv
+from jurybox.studies.workflow.trainer import WorkflowTrainer
+from jurybox.training.trainings.progress import Watcher
+
+CYBORG = SETTINGS.changed(env="cyborg", workers=1, total_episodes=40, mixed_share=0.0)
+FEW = CYBORG.changed(envs=2, total_episodes=10, evaluation_episodes=2)
+
+
+@pytest.fixture(autouse=True)
+def shaped(monkeypatch):
+    monkeypatch.setattr(environments, "_cyborg", lambda settings: partial(CyborgEnv, episode_length=12, make=make))
+
+
+def test_a_resumed_search_plays_other_episodes_than_before(tmp_path, monkeypatch) -> None:
+    returns, play, advance = [], trainer.play, WorkflowTrainer.advance
+
+    def played(*arguments, **options):
+        rollout, episodes = play(*arguments, **options)
+        returns.extend(episodes.returns)
+        return rollout, episodes
+
+    def stops(self):
+        if self.updates == 2:
+            raise Stopped
+        return advance(self)
+
+    monkeypatch.setattr(trainer, "play", played)
+    monkeypatch.setattr(workflow_run, "_CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(WorkflowTrainer, "advance", stops)
+    with pytest.raises(Stopped):
+        workflow_run.run(CYBORG, tmp_path, serial=True)
+    monkeypatch.setattr(WorkflowTrainer, "advance", advance)
+    workflow_run.run(CYBORG, tmp_path, resume=True, serial=True)
+    assert len(returns) > 100 and len(set(returns)) == len(returns)
+
+
+def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, monkeypatch) -> None:
+    made, make_all = [], environments.make
+
+    def kept(*arguments, **options):
+        made.append(make_all(*arguments, **options))
+        return made[-1]
+
+    class KillsOnce(Watcher):
+        done = False
+
+        def advance(self, done, numbers=None):
+            if done >= 2 and not self.done:
+                self.done = True
+                os.kill(made[0][0].pids[0], signal.SIGKILL)
+
+    def restarts():
+        return json.loads((tmp_path / "summary.json").read_text())["env_worker_restarts"]
+
+    monkeypatch.setattr(environments, "make", kept)
+    workflow_run.run(FEW, tmp_path, KillsOnce())
+    assert restarts() == 1
+    workflow_run.run(FEW, tmp_path, resume=True, serial=True)
+    assert restarts() == 1

@@ -1,0 +1,55 @@
+"""The networks that a server loads of the trainings: they need only torch, with the names that learners publish."""
+
+import subprocess
+import sys
+
+import numpy as np
+import torch
+
+from jurybox.server.inproc import InprocServer
+from jurybox.training.algorithms import served_networks
+from jurybox.training.algorithms.networks import ActorCritic, Features
+from jurybox.training.trainings.marl_policies import make_network
+
+_IMPORT = """
+import sys
+class Server:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Server())
+import jurybox.training.algorithms.served_networks
+"""
+
+
+def test_a_server_without_the_trainings_packages_can_load_them():
+    from jurybox.training.trainings.training import _EXTRA
+
+    done = subprocess.run([sys.executable, "-c", _IMPORT.format(missing=_EXTRA)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():
+    seen = np.random.default_rng(0).integers(0, 255, (3, 2, 5), np.uint8)
+    for algorithm in ("dqn", "iqn", "ppo"):
+        made = {
+            "algorithm": algorithm,
+            "shape": (2, 5),
+            "actions": 4,
+            "hidden": (8, 8),
+            "dtype": "uint8",
+            "scale": 1 / 255,
+        }
+        network = make_network(**made, seed=3)
+        served = served_networks.choosing_policy(**made)
+        served.module.load_state_dict(network.state_dict())
+        rows = torch.from_numpy(seen)
+        with torch.no_grad():
+            expected = network.actor(rows.flatten(1).float() / 255) if algorithm == "ppo" else network(rows)
+        with InprocServer({"policy": served}) as server:
+            answer = server.model("policy").infer(seen)
+            found = answer["logits"] if algorithm == "ppo" else answer
+            np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-6)
+    network = ActorCritic(Features(5), 4, (8,))
+    served = served_networks.actor_critic(5, 4, (8,))
+    served.module.load_state_dict(network.state_dict())

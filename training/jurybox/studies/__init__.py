@@ -1,0 +1,1 @@
+"""Trainings of their own worlds, made of what every user of `jurybox.training` has."""

@@ -1,0 +1,22 @@
+"""Hockey for two on a small rink, with the physical parameters of the Martius lab's hockey environment."""
+
+from jurybox.studies.hockey.bots import BOTS, Bot, Opponent, RandomPlayer, make_opponent
+from jurybox.studies.hockey.game import Game, HockeyGame, Mode, Turn
+from jurybox.studies.hockey.matches import Match, Result, play
+from jurybox.studies.hockey.original import make_game
+
+__all__ = [
+    "BOTS",
+    "Bot",
+    "Game",
+    "HockeyGame",
+    "Match",
+    "Mode",
+    "Opponent",
+    "RandomPlayer",
+    "Result",
+    "Turn",
+    "make_game",
+    "make_opponent",
+    "play",
+]

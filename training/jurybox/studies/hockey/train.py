@@ -1,0 +1,244 @@
+"""The hockey training: its plan, the run from settings to report, and the work of `jurybox train hockey`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+from threadpoolctl import threadpool_limits
+
+from jurybox.cluster.endpoints import REGISTRY, Serves
+from jurybox.protocol.weights import WeightsLayout
+from jurybox.studies.hockey.actor import fields
+from jurybox.studies.hockey.original import make_game
+from jurybox.studies.hockey.report import report
+from jurybox.studies.hockey.served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
+from jurybox.studies.hockey.settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
+from jurybox.training.algorithms.td3 import TD3Learner
+from jurybox.training.policies import Acts, Description
+from jurybox.training.replay import Episodes, Field
+from jurybox.training.runtime.launching import Local
+from jurybox.training.runtime.plan import (
+    Budget,
+    ChannelSpec,
+    ConfigError,
+    Kind,
+    Outcome,
+    Plan,
+    ReplaySpec,
+    RoleSpec,
+)
+from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
+from jurybox.training.runtime.serving import ServedModels
+from jurybox.training.trainings.launchers import check_gpus
+from jurybox.training.trainings.recorded_run import RecordingOptions, recorded_run
+from jurybox.training.trainings.training import Run, Training, carry_out
+
+_ACTOR = "jurybox.studies.hockey.actor"
+_LEARNER = "jurybox.studies.hockey.learner"
+_RESULTS_KEPT = 8192
+_EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
+
+
+def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
+    """Return the sizes of an observation and of an action.
+
+    Raises:
+        ConfigError: the environment cannot be created.
+    """
+    try:
+        game = make_game(settings.environment, settings.mode)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    game.close()
+    return game.observation_size, game.action_size
+
+
+def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = None, engine: str | None = None) -> Plan:
+    """Create the plan for these settings.
+
+    Args:
+        folder: folder of the run; past selves are stored in its ``pool/``.
+        served: with a served policy, the server that has the models of `hockey.served.models`.
+        engine: with a served policy, the name of an engine in the cluster that has these models; the launcher starts
+            it.
+
+    Raises:
+        ConfigError: the environment cannot be created.
+    """
+    sizes = sizes_of(settings)
+    options: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
+    past = None if served is None else served.names[POOL_MODEL]
+    folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
+    layout = WeightsLayout.of(TD3Learner(*sizes, settings.learner).acting().state_dict())
+    return Plan(
+        roles=(
+            *(
+                RoleSpec(
+                    f"actor-{number}",
+                    Kind.ACTOR,
+                    f"{_ACTOR}:HockeyActor",
+                    {**options, "past": past, "engine": engine},
+                    writes=(ROWS, RESULTS),
+                    reads=(CHANNEL,),
+                )
+                for number in range(settings.workers)
+            ),
+            RoleSpec(
+                "learner",
+                Kind.LEARNER,
+                f"{_LEARNER}:HockeyLearner",
+                {**options, "past": past, "sizes": sizes},
+                samples=(ROWS, RESULTS),
+                publishes=CHANNEL,
+                publish_every=settings.publish_interval,
+                gpus=settings.learner_gpus,
+            ),
+            RoleSpec(
+                "evaluator",
+                Kind.EVALUATOR,
+                f"{_ACTOR}:HockeyEvaluator",
+                options,
+                reads=(CHANNEL,),
+                evaluate_every=settings.evaluate_every,
+                nice=_EVALUATOR_NICE,
+            ),
+        ),
+        replays=(
+            ReplaySpec(
+                ROWS,
+                settings.buffer_size,
+                fields(*sizes),
+                episodes=Episodes(),
+                prioritized=settings.prioritized,
+                alpha=settings.alpha,
+                anchor=settings.anchor_size,
+            ),
+            ReplaySpec(RESULTS, _RESULTS_KEPT, {"opponent": Field((), "int64"), "winner": Field((), "int32")}),
+        ),
+        channels=(ChannelSpec(CHANNEL, layout),),
+        pace=settings.pace,
+        budget=Budget(
+            settings.steps,
+            settings.seconds,
+            None if settings.target is None else ("points", settings.target),
+        ),
+        seed=settings.seed,
+        sync_every=settings.weight_sync_interval,
+        max_lag=settings.max_lag,
+        save_every=settings.checkpoint_every,
+        log_every=settings.log_every,
+        on_failure=settings.on_failure,
+        best="points",
+        folders=folders,
+        server=None if served is None else served.feed({CHANNEL: MODEL}),
+        policy=description(settings, sizes).as_dict(),
+    )
+
+
+def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description:
+    """Return the description of the published policy. By default it plays against the weak bot."""
+    observation, action = sizes
+    acts = Acts(
+        "jurybox.training.algorithms.served_networks:hockey_policy",
+        {"observation": observation, "action": action, "hidden": list(settings.learner.hidden_actor)},
+        f"weights-{CHANNEL}.state",
+        output="action",
+        choose="box",
+        low=[-1.0] * action,
+        high=[1.0] * action,
+    )
+    return Description(
+        "hockey",
+        {CHANNEL: acts},
+        "jurybox.studies.hockey.single:HockeyEnv",
+        {"opponent": "weak", "mode": int(settings.mode), "environment": settings.environment},
+        settings.model_dump(mode="json"),
+        settings.seed,
+    )
+
+
+def columns(settings: HockeyTraining) -> tuple[str, ...]:
+    """Return the columns of metrics.csv, which depend on the anchors."""
+    return (
+        *OF_EVERY_RUN,
+        "wins",
+        "losses",
+        "touches",
+        "critic_loss",
+        "actor_loss",
+        "value",
+        "pool",
+        *("device_utilization",) * settings.device.startswith("cuda"),
+        "eval_points",
+        *(
+            f"eval_{what}_{opponent}"
+            for opponent in settings.league.anchors
+            for what in ("wins", "ties", "losses", "score")
+        ),
+    )
+
+
+def train(
+    settings: HockeyTraining,
+    folder: Path,
+    *,
+    command: str = "",
+    **options: Unpack[RecordingOptions],
+) -> Outcome:
+    """Train, and write metrics, logs, checkpoints, past selves, summary.json, report.html and game.gif to `folder`.
+
+    Raises:
+        ConfigError: the environment cannot be created, or the launcher does not support a setting.
+
+    For other errors see `recorded_run`, and with a served policy `served_models`.
+    """
+    gpus = {"learner_gpus": settings.learner_gpus, "engine_gpus": settings.engine_gpus}
+    launcher = options.get("launcher")
+    check_gpus(launcher, gpus)
+    if settings.anchor_size and not (launcher is None or isinstance(launcher, Local) or options.get("serial")):
+        raise ConfigError(
+            "anchor_size does not go with a launcher of several machines: rows that come from another one go into the "
+            "ring, and the anchor would stay empty; leave it at 0"
+        )
+    with ExitStack() as resources:
+        # A second thread slows down such small networks, and changes the order of sums and so their values.
+        resources.enter_context(threadpool_limits(1))
+        served = engine = None
+        if settings.policy == "served":
+            folder.mkdir(parents=True, exist_ok=True)
+            serving: object = launcher
+            if isinstance(serving, Serves) and not options.get("serial") and settings.server is None:
+                if settings.on_failure == "serial":
+                    raise ConfigError(
+                        "on_failure='serial' does not go with a policy that an engine in a cluster serves, since that "
+                        "ends with the processes: take on_failure='end', or policy='local'"
+                    )
+                engine = ENGINE
+                serving.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
+            else:
+                served = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
+        planned = plan(settings, folder, served, engine)
+        return recorded_run(
+            planned,
+            folder,
+            columns(settings),
+            settings,
+            lambda outcome, rows: report(settings, outcome, rows, folder, command),
+            **options,
+        )
+
+
+def _work(settings: HockeyTraining, run: Run) -> str:
+    outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
+    lines = [f"{outcome.text}: {outcome.episodes:,} games, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
+    for opponent in settings.league.anchors:
+        won, lost = (outcome.evaluation.get(f"eval_{what}_{opponent}") for what in ("wins", "losses"))
+        if won is not None and lost is not None:
+            lines.append(f"against {opponent}: {won:.0%} won, {lost:.0%} lost")
+    return "\n".join(lines)
+
+
+TRAINING = Training("hockey", HockeyTraining, _work)

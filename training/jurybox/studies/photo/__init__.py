@@ -1,0 +1,1 @@
+"""Photo editing with the reward of a juror: environment, training on Stable-Baselines3, evaluation and report."""

@@ -1,0 +1,446 @@
+"""The search: training without a workflow, then with all of them mixed, then with one after another, then with the
+best.
+
+One `advance` is one update of the learner. Between two calls the whole state can be saved. The loop uses neither files
+nor processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.gp_ucb import Proposal, Trial, WorkflowSearch
+from jurybox.studies.workflow.rollouts import INPUTS, Episodes, MaskedPolicy, Part, play, share
+from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTraining
+from jurybox.training.algorithms.base import Progress, Rollout
+from jurybox.training.algorithms.ppo import PPO, RefinedPPO
+from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.contract import check_losses
+
+Parts = tuple[Part, ...]
+
+REFERENCE, MIXED, SEARCH, FINAL, DONE = "reference", "mixed", "search", "final", "done"
+_PHASES = (REFERENCE, MIXED, SEARCH, FINAL, DONE)
+_WITHOUT = 1 / 8  # share without an order among the networks that train all orders
+_NONE = (-1,) * N_TYPES
+_TRIES = 5  # to play a round of which one episode is whole
+_HEAD_STARTS, _ORDERS = 78, 79  # streams of random numbers
+
+
+Verdict = Literal["passed", "failed", "not judged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Means over fresh episodes.
+
+    Attributes:
+        returns: mean return of episodes from their start. error: its standard error. spread: deviation between them.
+        rate: of all fixes in them, the share that complied by the first definition. fixes: per episode.
+        judged, obeyed: judged fixes, and those of them that complied, with and without a head start.
+        taken_over: mean return of episodes in which the attacker had a head start. taken_over_error: its error.
+        episodes: total number.
+    """
+
+    returns: float
+    error: float
+    spread: float
+    rate: float
+    fixes: float
+    judged: int
+    obeyed: int
+    taken_over: float
+    taken_over_error: float
+    episodes: int
+
+    @property
+    def obedience(self) -> float:
+        """Return the share of the judged fixes that complied; 0 without one."""
+        return share(self.obeyed, self.judged)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderEvaluation:
+    """Evaluation of a policy that sees the orders that begin with a type.
+
+    Attributes:
+        first: the type; None: the policy sees no order.
+        evaluated: the policy sees one of these orders in each episode.
+        anyway: obedience of the same policy without seeing the order.
+    """
+
+    first: int | None
+    evaluated: Evaluated
+    anyway: float
+
+
+@dataclass(frozen=True, slots=True)
+class TriedWorkflow(Trial):
+    """A tried workflow: its proposal and score, its training, its evaluation."""
+
+    episodes: int
+    verdict: Verdict
+    evaluated: Evaluated
+
+
+class WorkflowTrainer:
+    """The search.
+
+    Args:
+        env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
+            other random numbers.
+        policy: makes the policy that acts for a learner; by default the learner itself.
+
+    Attributes:
+        on_progress: called at every step of every rollout with the number of trained episodes (with the current share
+            of one) and, during an evaluation, its finished share.
+    """
+
+    def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
+        self.settings = settings
+        self.on_progress: Callable[[float, float | None], None] = lambda episodes, evaluated: None
+        self._env, self._evaluation = env, evaluation
+        self._make_policy = policy or (lambda learner: learner)
+        self.search = WorkflowSearch(
+            beta=settings.beta,
+            length=settings.length,
+            noise=settings.noise,
+            revisit=settings.revisit,
+            seed=settings.seed,
+        )
+        self.phase = REFERENCE if settings.reference_share > 0 else MIXED if self._mixes else SEARCH
+        self.episodes = self.updates = 0
+        self.env_steps = 0
+        self.tried: list[TriedWorkflow] = []
+        self.reference: Evaluated | None = None
+        self.final: Evaluated | None = None
+        self.best: Order | None = None
+        self.prices: list[OrderEvaluation] = []
+        self.recent: list[float] = []
+        self._learner_steps = 0  # steps of discarded learners
+        self._proposal: Proposal | None = None
+        self._began = 0  # episodes when this workflow's training began
+        self._kept: tuple[float, dict[str, Any]] | None = None  # best policy of the final phase
+        self.last: dict[str, Any] | None = None  # at the end: the learner's last weights, before it loads the best ones
+        self.learner, self._policy = self._new_learner()
+
+    @property
+    def done(self) -> bool:
+        return self.phase == DONE
+
+    @property
+    def environments(self) -> tuple[Parts, Parts]:
+        """Return the environments of training and of evaluation."""
+        return self._env, self._evaluation
+
+    @property
+    def learner_steps(self) -> int:
+        return self._learner_steps + self.learner.gradient_steps
+
+    @property
+    def order(self) -> Order | None:
+        """Return the current workflow."""
+        if self.phase == SEARCH:
+            return None if self._proposal is None else self._proposal.order
+        return self.best if self.phase in (FINAL, DONE) else None
+
+    def advance(self) -> dict[str, float]:
+        """Play an episode of each network, learn from it, and change phase or workflow when due.
+
+        Returns:
+            Current numbers.
+        """
+        settings = self.settings
+        if self.phase == SEARCH and self._proposal is None:
+            self._begin()
+        orders, own = self._orders()
+        head_starts = self._head_starts()
+        rollout, played = _played(
+            own,
+            self._env,
+            self._policy,
+            orders,
+            steps=settings.episode_length,
+            weight=settings.align_lambda,
+            head_starts=head_starts,
+            use_masks=settings.use_masks,
+            mask_orders=settings.order_masks,
+            stepped=lambda step: self.on_progress(self.episodes + settings.envs * step / settings.episode_length, None),
+            learn_every=settings.update_every_steps,
+            learn=self._learn,
+        )
+        own, from_start = own & played.whole, (head_starts == 0) & played.whole
+        shown = played.of(from_start if from_start.any() else own)
+        judged = played.of(own)
+        if self.phase == FINAL:
+            # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
+            comparable = own & from_start
+            self._keep(judged, played.of(comparable if comparable.any() else own))
+        metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_value))
+        self.episodes += settings.envs
+        self.env_steps += settings.envs * settings.episode_length
+        self.recent = shown.returns.tolist()
+        numbers = {
+            "phase": float(_PHASES.index(self.phase)),
+            "workflow": float(len(self.tried)),
+            "episodes": float(self.episodes),
+            "return_mean": float(shown.returns.mean()),
+            "return_std": float(shown.returns.std()),
+            **_reward_metrics(rollout.reward[:, played.whole], played.returns[played.whole]),
+            "obedience": judged.obedience,
+            "judged": float(judged.judged.mean()),
+            "compliance": judged.compliance,
+            "fixes": float(judged.fixes.mean()),
+            **metrics,
+        }
+        self._update_phase(judged)
+        return numbers
+
+    def _learn(self, rollout: Rollout) -> dict[str, float]:
+        self.updates += 1
+        assert rollout.valid is not None
+        if not rollout.valid.any():
+            return {}
+        found = self.learner.update(rollout, Progress(self.episodes, self.settings.total_episodes))
+        metrics = {name: float(value) for name, value in found.metrics.items()}
+        check_losses(metrics)
+        return {**metrics, "learner_steps": float(self.learner.gradient_steps)}
+
+    def evaluate(
+        self, order: Order | Sequence[Order] | None, episodes: int, *, with_orders: bool = True, fresh: bool = True
+    ) -> Evaluated:
+        """Evaluate the learner's policy, as it acts in training, on new episodes.
+
+        Args:
+            order: the order of all episodes; several orders are assigned in turn.
+            episodes: number without a head start, and as many with a head start of the attacker.
+            with_orders: whether the policy sees the order that it is judged by.
+            fresh: whether to play episodes without a head start; else returns and compliance are of those with one.
+        """
+        settings, rounds = self.settings, -(-episodes // self.settings.envs)
+        rows: npt.NDArray[np.int64] | None = None
+        if order is not None:
+            dealt = np.atleast_2d(np.asarray(order, np.int64))
+            rows = dealt[np.arange(rounds * settings.envs) % len(dealt)].reshape(rounds, settings.envs, N_TYPES)
+        random = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates, 1))
+
+        runs = rounds * (2 if fresh else 1)
+        done = iter(range(runs))
+
+        def run(head_starts: npt.NDArray[np.int64], number: int) -> Episodes:
+            before = next(done)
+            found = _played(
+                np.ones(settings.envs, np.bool_),
+                self._evaluation,
+                self._policy,
+                None if rows is None else rows[number],
+                steps=settings.episode_length,
+                weight=0.0,
+                head_starts=head_starts,
+                use_masks=settings.use_masks,
+                mask_orders=settings.order_masks,
+                with_orders=with_orders,
+                stepped=lambda step: self.on_progress(self.episodes, (before + step / settings.episode_length) / runs),
+            )[1]
+            return found.of(found.whole)
+
+        none = np.zeros(settings.envs, np.int64)
+        from_start = [run(none, number) for number in range(rounds)] if fresh else []
+        longest = settings.longest_head_start
+        over = [run(random.integers(0, longest + 1, settings.envs), number) for number in range(rounds)]
+        first, second = joined(from_start or over), joined(over)
+        every = joined(from_start + over)
+        return Evaluated(
+            returns=float(first.returns.mean()),
+            error=_error(first.returns),
+            spread=float(first.returns.std()),
+            rate=first.compliance,
+            fixes=float(first.fixes.mean()),
+            judged=int(every.judged.sum()),
+            obeyed=int(every.obeyed.sum()),
+            taken_over=float(second.returns.mean()),
+            taken_over_error=_error(second.returns),
+            episodes=len(every.returns),
+        )
+
+    def verdict(self, judged: int, obeyed: int) -> Verdict:
+        """Return whether the judged fixes and those that complied pass the gate; too few never pass."""
+        if judged < self.settings.min_judged:
+            return "not judged"
+        return "passed" if obeyed >= self.settings.gate * judged else "failed"
+
+    @property
+    def _mixes(self) -> bool:
+        return self.settings.mixed_share > 0 and self.settings.inherit
+
+    def _orders(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return workflows of the next episodes, (envs, 5), and which networks count in the metrics, bool (envs,)."""
+        envs = self.settings.envs
+        random = np.random.default_rng((self.settings.seed, _ORDERS, self.updates))
+        mixed = np.array(ORDERS)[random.integers(len(ORDERS), size=envs)]
+        mixed[random.random(envs) < _WITHOUT] = _NONE
+        everyone = np.ones(envs, np.bool_)
+        if self.phase == MIXED:
+            return mixed, everyone
+        own = np.broadcast_to(_NONE if self.order is None else self.order, (envs, N_TYPES))
+        if self.order is None or not self._mixes:
+            return own, everyone
+        dealt = random.permutation(envs) < -(-envs // 2)
+        return np.where(dealt[:, None], own, mixed), dealt
+
+    def _head_starts(self) -> npt.NDArray[np.int64]:
+        settings = self.settings
+        random = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates))
+        steps = random.integers(0, settings.longest_head_start + 1, settings.envs)
+        return np.where(random.random(settings.envs) < settings.head_start_share, steps, 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that `restore` needs: nested numbers, strings and tensors."""
+        return {
+            "phase": self.phase,
+            "counted": [self.episodes, self.updates, self.env_steps, self._learner_steps, self._began],
+            "recent": self.recent,
+            "trace": [asdict(trial) for trial in self.search.trace],
+            "tried": [asdict(each) for each in self.tried],
+            "proposal": None if self._proposal is None else asdict(self._proposal),
+            "evaluated": [None if each is None else asdict(each) for each in (self.reference, self.final)],
+            "best": self.best,
+            "prices": [asdict(each) for each in self.prices],
+            "kept": self._kept,
+            "learner": self.learner.state_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; the environments' random states are not in it."""
+        self.phase = state["phase"]
+        self.episodes, self.updates, self.env_steps, self._learner_steps, self._began = state["counted"]
+        self.recent = list(state["recent"])
+        self.search.restore(state["trace"])
+        self.tried = [_restore_trial(each) for each in state["tried"]]
+        proposal = state["proposal"]
+        self._proposal = None if proposal is None else Proposal(**{**proposal, "order": tuple(proposal["order"])})
+        self.reference, self.final = (None if each is None else Evaluated(**each) for each in state["evaluated"])
+        self.best = None if state["best"] is None else tuple(state["best"])
+        self.prices = [
+            OrderEvaluation(**{**each, "evaluated": Evaluated(**each["evaluated"])}) for each in state["prices"]
+        ]
+        kept = state["kept"]
+        self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
+        self.learner.load_state_dict(state["learner"])
+        self._policy = self._make_policy(self.learner)
+        if self.phase == DONE and self.episodes < self.settings.total_episodes:
+            # The run has got a larger budget since its end: the search goes on with the policy that was evaluated.
+            self.phase, self.final, self.prices, self._kept = SEARCH, None, [], None
+
+    def _begin(self) -> None:
+        self._proposal = self.search.propose()
+        self._began = self.episodes
+        if not self.settings.inherit:
+            self._learner_steps += self.learner.gradient_steps
+            self.learner, self._policy = self._new_learner()
+
+    def _update_phase(self, played: Episodes) -> None:
+        settings, total = self.settings, self.settings.total_episodes
+        reference = settings.reference_share * total
+        if self.phase == REFERENCE and self.episodes >= reference:
+            self.reference = self.evaluate(None, 10 * settings.evaluation_episodes)
+            self.phase = MIXED if self._mixes else SEARCH
+        elif self.phase == MIXED and self.episodes >= reference + settings.mixed_share * total:
+            self.phase = SEARCH
+        elif self.phase == SEARCH:
+            passed = self.verdict(int(played.judged.sum()), int(played.obeyed.sum())) == "passed"
+            spent = self.episodes >= (1 - settings.final_share) * total
+            if passed or spent or self.episodes - self._began >= settings.envs * settings.max_train_episodes_per_env:
+                self._finish()
+            if spent:
+                self.best = max(self.search.trace, key=lambda trial: trial.score).order
+                self.phase = FINAL
+        if self.phase != DONE and self.episodes >= total:
+            self._conclude()
+
+    def _finish(self) -> None:
+        proposal, settings = self._proposal, self.settings
+        assert proposal is not None
+        found = self.evaluate(proposal.order, settings.evaluation_episodes)
+        verdict = self.verdict(found.judged, found.obeyed)
+        kept = 0.0 if verdict == "not judged" else found.obedience
+        score = found.returns - settings.shortfall_cost * max(0.0, settings.gate - kept)
+        trial = self.search.tell(proposal, score)
+        spent = self.episodes - self._began
+        self.tried.append(TriedWorkflow(**asdict(trial), episodes=spent, verdict=verdict, evaluated=found))
+        self._proposal = None
+
+    def _keep(self, judged: Episodes, comparable: Episodes) -> None:
+        """Keep the current policy if it is the best that obeys."""
+        if self.verdict(int(judged.judged.sum()), int(judged.obeyed.sum())) != "passed":
+            return
+        returns = float(comparable.returns.mean())
+        if self._kept is None or returns > self._kept[0]:
+            self._kept = (returns, copy.deepcopy(self.learner.acting.state_dict()))
+
+    def _conclude(self) -> None:
+        settings = self.settings
+        if self.best is None and self.search.trace:
+            self.best = max(self.search.trace, key=lambda trial: trial.score).order
+        self.last = copy.deepcopy(self.learner.acting.state_dict())
+        if self._kept is not None:
+            self.learner.acting.load_state_dict(self._kept[1])
+            self._policy = self._make_policy(self.learner)
+        self.final = self.evaluate(self.best, 10 * settings.evaluation_episodes)
+        if self._mixes:
+            self.prices = self.price(5 * settings.evaluation_episodes)
+        self.phase = DONE
+
+    def price(self, episodes: int) -> list[OrderEvaluation]:
+        """Evaluate the policy without an order, and with the orders that begin with each type."""
+        found = [OrderEvaluation(None, self.evaluate(None, episodes), 0.0)]
+        for kind in range(N_TYPES):
+            orders = [order for order in ORDERS if order[0] == kind]
+            anyway = self.evaluate(orders, episodes, with_orders=False, fresh=False)
+            found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
+        return found
+
+    def _new_learner(self) -> tuple[PPO, MaskedPolicy]:
+        # Without inheritance each workflow gets a network of its own, from a seed of its own.
+        seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
+        learner = RefinedPPO.of(self.settings.ppo, INPUTS, N_ACTIONS)
+        learner.setup(int(seed), "cpu")
+        return learner, self._make_policy(learner)
+
+
+def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tuple[Rollout, Episodes]:
+    """Play, and again while the processes of all `counted` networks were replaced before the end of their episodes."""
+    for _ in range(_TRIES):
+        rollout, played = play(*given, **options)
+        if (played.whole & counted).any():
+            return rollout, played
+    raise RuntimeError(
+        f"none of {int(counted.sum())} networks reached the end of an episode in {_TRIES} tries: their processes were "
+        "replaced each time; their errors are above"
+    )
+
+
+def joined(runs: Sequence[Episodes]) -> Episodes:
+    """Join the episodes of several runs."""
+    return Episodes(*(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(Episodes)))
+
+
+def _reward_metrics(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the learner's mean reward of an episode, and how much of it came from the workflow."""
+    total = float(rewards.sum(0, dtype=np.float64).mean())
+    return {"total_reward": total, "alignment_reward": total - float(returns.mean())}
+
+
+def _error(values: npt.NDArray[np.float64]) -> float:
+    return float(values.std() / np.sqrt(len(values)))
+
+
+def _restore_trial(parts: Mapping[str, Any]) -> TriedWorkflow:
+    return TriedWorkflow(**{**parts, "order": tuple(parts["order"]), "evaluated": Evaluated(**parts["evaluated"])})

@@ -1,0 +1,513 @@
+"""The training of any Gymnasium environment, `jurybox train gym`: settings, plan, run and report.
+
+Roles import this module for its settings. So packages that only the run needs (torch, plots) are imported where they
+are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
+
+import numpy as np
+from pydantic import Field, PrivateAttr, ValidationError, create_model, model_validator
+
+from jurybox.training.algorithms.base import (
+    Algorithm,
+    AlgorithmSettings,
+    AlgorithmUnusable,
+    OffPolicySettings,
+    OnPolicySettings,
+)
+from jurybox.training.algorithms.registry import ALGORITHMS, algorithm_named, make, tried
+from jurybox.training.environments.gymnasium_env import (
+    Actions,
+    EnvironmentUnusable,
+    Observations,
+    Seen,
+    make_environment,
+)
+from jurybox.training.replay import Episodes
+from jurybox.training.replay import Field as Column
+from jurybox.training.runtime.plan import (
+    Budget,
+    ChannelSpec,
+    ConfigError,
+    Kind,
+    Outcome,
+    Pace,
+    Plan,
+    ReplaySpec,
+    RoleSpec,
+    Timeouts,
+)
+from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
+from jurybox.training.runtime.settings import ServedSettings
+from jurybox.training.spaces import AgentSpec
+from jurybox.training.trainings.training import Run, Training, carry_out
+
+if TYPE_CHECKING:
+    from jurybox.training.report.page import Section
+    from jurybox.training.runtime.serving import ServedModels
+    from jurybox.training.trainings.recorded_run import RecordingOptions
+
+ROWS, CHANNEL = "rows", "policy"  # names of the plan's replay and channel
+MODEL = "policy/gym"
+
+_ACTOR = "jurybox.training.trainings.gym_actor"
+_ROLES = "jurybox.training.roles"
+_FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"  # of built-in algorithms; servers allow it
+_OWN_FACTORY = "jurybox.training.algorithms.served:policy"
+_EVALUATOR_NICE = 10
+# Seconds without a heartbeat: a step or a reset of any environment is shorter, such as one that starts a simulator.
+_ACTOR_TIMEOUT, _EVALUATOR_TIMEOUT = 300.0, 600.0
+_ROWS, _MOST_BYTES = 1_000_000, 2**31  # a replay if `buffer_size` is not set: rows, and its maximum size
+_LAG = 10  # publications by which a served policy may be behind its learner, with off-policy algorithms
+
+
+class GymTraining(ServedSettings):
+    """Settings of a gym training; a TOML file and the command line use the same names.
+
+    Those of the algorithm are settings, too: the class of an object is a variant of this one, with their names, types
+    and defaults. Names and defaults of the built-in ones are those of Stable-Baselines3 2.9, except for the differences
+    that the documentation lists.
+
+    Class attributes:
+        uses: the algorithm's class.
+    """
+
+    uses: ClassVar[type[Algorithm]]
+    _own: AlgorithmSettings = PrivateAttr()
+
+    title = "gym"
+    may_change = (
+        *("steps", "seconds", "policy", "server", "server_http", "device", "max_ahead", "publish_interval"),
+        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
+    )
+
+    env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
+    env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after this many steps.")
+    algorithm: str = Field(
+        "ppo", description=f"{', '.join(ALGORITHMS)}, or module:Class of your own; its settings are settings, too."
+    )
+    seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
+    steps: int = Field(100_000, ge=1, description="Total env steps.")
+    workers: int = Field(1, ge=1, description="Number of processes that step environments.")
+    envs: int = Field(1, ge=1, description="Number of environments, over all workers.")
+    device: str = Field("cpu", description="Device of the learner.")
+    normalize_observations: bool = Field(
+        False, description="Normalize observations to mean 0 and standard deviation 1."
+    )
+    max_lag: int = Field(_LAG, ge=0, description="Publications by which a served policy's answers may lag.")
+    evaluate_every: int | None = Field(
+        None,
+        ge=0,
+        description="Env steps between two evaluations; none: a twentieth of all, at least 1,000; 0: one at the end.",
+    )
+    evaluation_episodes: int = Field(10, ge=1, description="Episodes per evaluation, without exploration.")
+    audit: tuple[str, ...] = Field(
+        (),
+        description='Names in info["audit"] at the end of an episode: logged, not rewarded.',
+    )
+    checkpoint_every: int | None = Field(
+        None,
+        ge=0,
+        description="Env steps between two checkpoints; none: a tenth of all, at least 10,000; 0: one at the end.",
+    )
+    log_every: int = Field(1000, ge=1, description="Env steps between two rows of metrics.")
+
+    def __new__(cls, **values: Any) -> Self:
+        return super().__new__(cls.variant(values) if cls is GymTraining else cls)
+
+    @classmethod
+    def variant(cls, values: Mapping[str, Any]) -> type[Self]:
+        """Return the class with the settings of the algorithm that these values name."""
+        return _variant(str(values.get("algorithm", "ppo")))  # type: ignore[return-value]
+
+    @classmethod
+    def variants(cls, values: Mapping[str, Any]) -> Mapping[str, type[Self]]:
+        """Return the variants of the built-in algorithms, or the one of an algorithm of the user's own."""
+        chosen = values.get("algorithm", "ppo")
+        return {name: cls.variant({"algorithm": name}) for name in (ALGORITHMS if chosen in ALGORITHMS else [chosen])}
+
+    @classmethod
+    def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
+        if not table and any(name in algorithm_named(other).Settings.model_fields for other in ALGORITHMS):
+            return f"{cls.model_fields['algorithm'].default} does not use it"
+        return super().unknown(name, table)
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> Self:
+        if self.envs % self.workers:
+            raise ValueError(f"envs={self.envs} with workers={self.workers}: expected the same number for each worker")
+        try:
+            own = {name: getattr(self, name) for name in self.uses.Settings.model_fields}
+            self._own = self.uses.Settings(**own)
+        except ValidationError as error:
+            told = (each["msg"].removeprefix("Value error, ") for each in error.errors())
+            raise ValueError("; ".join(told)) from error
+        if isinstance(self._own, OffPolicySettings) and self._own.buffer_size is not None:
+            least = self._own.unsampled(self.envs) + 1
+            if self._own.buffer_size < least:
+                raise ValueError(
+                    f"buffer_size={self._own.buffer_size} with n_steps={self._own.n_steps} and envs={self.envs}: "
+                    f"expected {least} rows or more, since the newest n_steps + 1 of each environment cannot be "
+                    "sampled; raise buffer_size, or lower n_steps or envs"
+                )
+        return self
+
+    @property
+    def own(self) -> AlgorithmSettings:
+        """The settings of the algorithm."""
+        return self._own
+
+    @property
+    def replayed(self) -> OffPolicySettings:
+        """The same, of an algorithm that learns from a replay."""
+        assert isinstance(self._own, OffPolicySettings)
+        return self._own
+
+    @property
+    def rolled_out(self) -> OnPolicySettings:
+        """The same, of an algorithm that is `on_policy`."""
+        assert isinstance(self._own, OnPolicySettings)
+        return self._own
+
+    @property
+    def envs_per_worker(self) -> int:
+        return self.envs // self.workers
+
+    @property
+    def pace(self) -> Pace:
+        """The pace: PPO learns between rollouts, other algorithms make learner steps after each round of env steps."""
+        if self.uses.on_policy:
+            return Pace(self.rolled_out.n_steps * self.envs, 1, 0, 0)
+        own = self.replayed
+        return Pace(*own.round(self.envs), own.learning_starts, own.max_ahead)
+
+    def unused(self) -> dict[str, str]:
+        """Return the settings that have no effect with the others, and why."""
+        unused = super().unused()
+        if self.policy == "local":
+            unused["max_lag"] = "policy is local: workers take the newest weights before every step"
+        elif self.uses.on_policy:
+            unused["max_lag"] = f"{self.algorithm} waits for the newest weights"
+        return unused
+
+
+def _variant(name: str) -> type[GymTraining]:
+    """Return the settings of trainings with that algorithm. Raises ConfigError: it cannot be used."""
+    try:
+        return _variant_of(name, algorithm_named(name))
+    except AlgorithmUnusable as error:
+        raise ConfigError(str(error)) from error
+
+
+@cache
+def _variant_of(name: str, algorithm: type[Algorithm]) -> type[GymTraining]:
+    own, kind = algorithm.Settings.model_fields, OnPolicySettings if algorithm.on_policy else OffPolicySettings
+    if not issubclass(algorithm.Settings, kind):
+        raise ConfigError(
+            f"{name}.Settings is no subclass of {kind.__name__}, which an algorithm with on_policy = "
+            f"{algorithm.on_policy} needs"
+        )
+    if taken := own.keys() & GymTraining.model_fields.keys():
+        raise ConfigError(f"{name}.Settings has {', '.join(sorted(taken))}, which every training has: rename it")
+    first = Field(name, description=GymTraining.model_fields["algorithm"].description)
+    fields: dict[str, Any] = {each: (field.annotation, field) for each, field in own.items()}
+    made = create_model("GymTraining", __base__=GymTraining, __module__=__name__, algorithm=(str, first), **fields)
+    made.uses = algorithm
+    return made
+
+
+def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
+    """Return the format of observations' rows, and what a policy of the settings' environment gets and chooses.
+
+    Raises:
+        ConfigError: the environment cannot be created, or the algorithm does not support its spaces.
+    """
+    try:
+        env = make_environment(settings.env, settings.env_args, settings.max_episode_steps)
+        try:
+            seen, action = Observations(env.observation_space).seen, Actions(env.action_space).spec
+        finally:
+            env.close()
+    except EnvironmentUnusable as error:
+        raise ConfigError(str(error)) from error
+    if settings.normalize_observations and not seen.numbers:
+        raise ConfigError("normalize_observations: these observations are pictures, and have no numbers to normalise")
+    spec = AgentSpec(seen.inputs, action, settings.normalize_observations)
+    try:
+        make(**algorithm_of(settings, spec))
+    except AlgorithmUnusable as error:
+        raise ConfigError(f"{settings.algorithm} cannot act in {settings.env} ({env.action_space}): {error}") from error
+    return seen, spec
+
+
+def algorithm_of(settings: GymTraining, spec: AgentSpec) -> dict[str, Any]:
+    """Return the arguments of `algorithms.make`, as values of JSON and TOML."""
+    fields = settings.uses.Settings.model_fields
+    own = {name: value for name, value in settings.own.model_dump(mode="json").items() if value is not None}
+    if lost := [name for name in fields.keys() - own.keys() if fields[name].default is not None]:
+        raise ConfigError(f"{lost[0]} is none, which only a setting can be whose default is none")
+    if spec.pictures and not spec.numbers and "hidden" not in settings.model_fields_set:
+        own["hidden"] = list(settings.uses.hidden_after_pictures)
+    return {"algorithm": settings.algorithm, "settings": own, "spec": spec.as_dict()}
+
+
+def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
+    """Return the fields of the replay."""
+    action = algorithm.spec.action
+    stored = "bits" if seen.binary and not algorithm.on_policy else None
+    found = {
+        "observation": Column((seen.size,), seen.dtype, stored=stored),
+        "action": Column((), "int64") if action.discrete else Column((action.size,)),
+        "reward": Column(),
+        "terminated": Column((), "bool"),
+        **{name: Column(shape) for name, shape in algorithm.columns.items()},
+    }
+    if algorithm.on_policy:
+        from jurybox.training.roles.on_policy import COLUMNS
+
+        found |= {"next_observation": Column((seen.size,), seen.dtype), **COLUMNS}
+    return found
+
+
+def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
+    """Create the plan for these settings.
+
+    Args:
+        served: the server that has the policy; None: workers compute it themselves.
+
+    Raises:
+        ConfigError: the environment cannot be created, or the algorithm does not support it.
+    """
+    from jurybox.protocol.weights import WeightsLayout
+
+    seen, spec = spaces_of(settings)
+    made_of = algorithm_of(settings, spec)
+    algorithm = make(**made_of)
+    on_policy, pace = algorithm.on_policy, settings.pace
+    if on_policy and pace.collect < 2:
+        raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
+    options = {"settings": settings.model_dump(mode="json"), "algorithm": made_of}
+    learner: dict[str, Any] = {"replay": ROWS, "algorithm": made_of, "envs": settings.envs, "device": settings.device}
+    try:
+        acting = tried(algorithm, np.zeros((2, seen.size), seen.dtype))
+    except AlgorithmUnusable as error:
+        raise ConfigError(f"{settings.algorithm} is inconsistent: {error}") from error
+    columns = fields(algorithm, seen)
+    capacity = 2 * pace.collect + settings.envs
+    if on_policy:
+        learner["rollout"] = pace.collect
+    else:
+        learner["first"] = settings.replayed.unsampled(settings.envs) + 1
+        row = sum(each.stored_bytes for each in columns.values())
+        # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
+        capacity = settings.replayed.buffer_size or min(_ROWS, _MOST_BYTES // row)
+    every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
+    return Plan(
+        roles=(
+            *(
+                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", options, writes=(ROWS,), reads=(CHANNEL,))
+                for number in range(settings.workers)
+            ),
+            RoleSpec(
+                "learner",
+                Kind.LEARNER,
+                f"{_ROLES}.{'on_policy:OnPolicyLearner' if on_policy else 'off_policy:OffPolicyLearner'}",
+                learner,
+                samples=(ROWS,),
+                publishes=CHANNEL,
+                publish_every=1 if on_policy else settings.replayed.publish_interval,
+            ),
+            RoleSpec(
+                "evaluator",
+                Kind.EVALUATOR,
+                f"{_ACTOR}:GymEvaluator",
+                options,
+                reads=(CHANNEL,),
+                evaluate_every=every,
+                nice=_EVALUATOR_NICE,
+            ),
+        ),
+        replays=(ReplaySpec(ROWS, capacity, columns, episodes=None if on_policy else Episodes()),),
+        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting.state_dict())),),
+        pace=pace,
+        budget=Budget(settings.steps, settings.seconds),
+        timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT),
+        seed=settings.seed,
+        save_every=max(10_000, settings.steps // 10)
+        if settings.checkpoint_every is None
+        else settings.checkpoint_every,
+        log_every=settings.log_every,
+        best="return",
+        server=None if served is None else served.feed({CHANNEL: MODEL}),
+        policy=description(settings, made_of),
+    )
+
+
+def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of the policy for ``jurybox policy``."""
+    from jurybox.training.policies import Acts, Description
+
+    output, how = make(**made_of).chooses
+    action = AgentSpec.of(made_of["spec"]).action
+    low, high = ([each if math.isfinite(each) else None for each in bounds] for bounds in (action.low, action.high))
+    weights = f"weights-{CHANNEL}.state"
+    acts = Acts(factory_of(settings), made_of, weights, output, how, low=low, high=high, first=action.start)
+    return Description(
+        "gym",
+        {CHANNEL: acts},
+        "jurybox.training.environments.gymnasium_env:played_environment",
+        {"name": settings.env, "arguments": settings.env_args, "max_episode_steps": settings.max_episode_steps},
+        settings.model_dump(mode="json"),
+        settings.seed,
+    ).as_dict()
+
+
+def factory_of(settings: GymTraining) -> str:
+    """Return the factory of the served policy."""
+    return _FACTORY if settings.algorithm in ALGORITHMS else _OWN_FACTORY
+
+
+def columns(settings: GymTraining) -> tuple[str, ...]:
+    """Return the columns of metrics.csv."""
+    audits = (f"audit_{name}" for name in settings.audit)
+    losses = (*settings.uses.metrics, *(("stale", "missed", "skipped") if settings.uses.on_policy else ()))
+    return (*OF_EVERY_RUN, *losses, "eval_return", "eval_return_std", "eval_length", *audits)
+
+
+def train(
+    settings: GymTraining,
+    folder: Path,
+    *,
+    command: str = "",
+    **options: Unpack[RecordingOptions],
+) -> Outcome:
+    """Train, and write metrics, logs, checkpoints, summary.json and report.html to `folder`.
+
+    Raises:
+        ConfigError: the environment cannot be created, or the algorithm or the launcher does not support the settings.
+
+    For other errors see `recorded_run`, and with a served policy `served_models`.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from jurybox.cluster.endpoints import Serves
+    from jurybox.training.runtime.serving import served_models
+    from jurybox.training.trainings.recorded_run import recorded_run
+
+    folder = folder.absolute()  # an environment may change the current folder
+    _, spec = spaces_of(settings)
+    with ExitStack() as resources:
+        # A second thread slows down such small networks, and changes the order of sums and so their values.
+        resources.enter_context(threadpool_limits(1))
+        served = None
+        if settings.policy == "served":
+            serving: object = options.get("launcher")
+            if isinstance(serving, Serves) and not options.get("serial") and settings.server is None:
+                raise ConfigError(
+                    "a served policy on --launcher ray wants a server that runs (--server), or policy='local'"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            model = {
+                "factory": factory_of(settings),
+                "args": algorithm_of(settings, spec),
+                "publish": "double_buffer",
+                "max_batch": settings.envs,
+            }
+            log, http = folder / "server.log", settings.server_http
+            served = resources.enter_context(served_models({MODEL: model}, settings.server, log, http=http))
+        return recorded_run(
+            plan(settings, served),
+            folder,
+            columns(settings),
+            settings,
+            lambda outcome, rows: report(settings, outcome, rows, folder, command),
+            **options,
+        )
+
+
+def report(
+    settings: GymTraining, outcome: Outcome, rows: Sequence[Mapping[str, float]], folder: Path, command: str
+) -> str:
+    """Return the report as one HTML document."""
+    from jurybox.training.checkpoints import Checkpoints
+    from jurybox.training.report import charts, page
+    from jurybox.training.report.page import Section
+
+    sentences = [
+        f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps "
+        f"and {outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
+    ]
+    best = Checkpoints(folder / "checkpoints").best()
+    if best is not None:
+        sentences.append(
+            f"The best evaluation, after {best['env_steps']:,} env steps: a mean return of "
+            f"{best['numbers']['return']:.2f} over {settings.evaluation_episodes} episodes without exploration. "
+            "checkpoints/best holds its weights."
+        )
+    sections: list[Section | None] = [Section("How it ended", sentences)]
+    points = [row for row in rows if "eval_return" in row]
+    if len(points) > 1:
+        line = charts.stretches("return", [row["env_steps"] for row in points], [row["eval_return"] for row in points])
+        drawn = charts.curves([line], "mean return of evaluations over env steps", "env steps", "return")
+        sections.append(Section("Evaluations", [drawn], f"{settings.evaluation_episodes} episodes each."))
+    sections.append(page.return_curve(rows, "While learning", "env steps", "return, last 100 episodes"))
+    sections.append(_audits(settings, rows))
+    if not outcome.serial:
+        sections.append(page.worked_when(folder / "timeline.json"))
+    facts = {
+        "Environment": settings.env,
+        "Algorithm": settings.algorithm,
+        "Policy": settings.policy,
+        "Seed": settings.seed,
+    }
+    used = {name: value for name, value in settings.as_dict().items() if name not in settings.unused()}
+    sections.append(page.the_run(facts, used, command, outcome, packages=("torch", "numpy", "gymnasium")))
+    return page.render("Jurybox gym report", f"Jurybox: {settings.algorithm} in {settings.env}", sections)
+
+
+def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Section | None:
+    """Return the charts of audited numbers, which are never rewarded, over the training."""
+    from jurybox.training.report import charts, page
+
+    drawn = []
+    for name in settings.audit:
+        points = [row for row in rows if f"audit_{name}" in row]
+        if len(points) > 1:
+            steps = [row["env_steps"] for row in points]
+            line = charts.stretches(name, steps, [row[f"audit_{name}"] for row in points])
+            drawn.append(charts.curves([line], f"{name} over env steps", "env steps", name))
+    caption = "Told at the end of episodes and never rewarded: a return that rises while these fall is overoptimised."
+    return page.Section("The audit", drawn, caption) if drawn else None
+
+
+_NO_ENVIRONMENT = """\
+which environment? Give one, for example:
+
+    jurybox train gym --env CartPole-v1                       one that Gymnasium knows, with ppo
+    jurybox train gym --env Pendulum-v1 --algorithm sac       ppo, dqn, iqn, td3 or sac
+    jurybox train gym --env ale_py:ALE/Pong-v5                of a module that registers it
+    jurybox train gym --env my_module:MyEnv                   a class or function of yours, in this folder
+
+`--steps` is how long it trains (100,000 env steps), `--help` shows the other settings, docs/gym.md describes them"""
+
+
+def _work(settings: GymTraining, run: Run) -> str:
+    if "env" not in settings.model_fields_set:
+        raise ConfigError(_NO_ENVIRONMENT)
+    outcome = carry_out(partial(train, settings, run.folder, command=run.command), run)
+    lines = [f"{outcome.text}: {outcome.episodes:,} episodes, {outcome.env_steps:,} steps in {outcome.seconds:.0f} s"]
+    if (found := outcome.evaluation.get("eval_return")) is not None:
+        lines.append(f"the last evaluation: a mean return of {found:.2f} over {settings.evaluation_episodes} episodes")
+    return "\n".join(lines)
+
+
+TRAINING = Training("gym", GymTraining, _work)

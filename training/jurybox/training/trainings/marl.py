@@ -1,0 +1,486 @@
+"""The multi-agent training: environments whose agents take turns, and a separate learner for each agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jurybox.protocol.weights import WeightsLayout
+from jurybox.training.replay import Episodes
+from jurybox.training.replay import Field as ReplayField
+from jurybox.training.roles.on_policy import COLUMNS
+from jurybox.training.runtime.plan import (
+    Budget,
+    ChannelSpec,
+    ConfigError,
+    Kind,
+    Pace,
+    Plan,
+    ReplaySpec,
+    RoleSpec,
+    Timeouts,
+    refuse_unused,
+)
+from jurybox.training.runtime.serving import Models, ServedModels
+from jurybox.training.runtime.settings import ServedSettings, merged
+from jurybox.training.trainings.marl_policies import ON_POLICY, Algorithm, make_network, spec_of
+from jurybox.training.trainings.marl_worlds import AgentSpaces, agent_spaces, check_names, make_world
+
+_ROLES = "jurybox.training.trainings.marl_roles"
+_LEARNERS = "jurybox.training.roles"
+_REFINED_PPO = "jurybox.training.algorithms.ppo:RefinedPPO"
+_FACTORY = "jurybox.training.algorithms.served_networks:choosing_policy"
+TREASURE = "jurybox.studies.treasure:TreasureHunt"
+
+
+class OnPolicy(BaseModel):
+    """Further settings of PPO."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    n_steps: int = Field(256, ge=2, description="Turns between two updates.")
+    n_epochs: int = Field(4, ge=1, description="Passes over a rollout, in parts of batch_size.")
+    clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
+    ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+    max_stale: int = Field(1, ge=0, description="Updates by which the policy of a transition may be out of date.")
+
+
+_EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_steps")
+# Settings that can be set for a single agent.
+OWN = frozenset(
+    {
+        "algorithm",
+        "publish_interval",
+        "publish_mode",
+        "buffer_size",
+        "batch_size",
+        "learning_rate",
+        "gamma",
+        "n_steps",
+        "target_update_interval",
+        "frames",
+        "hidden",
+        "exploration_initial_eps",
+        "exploration_final_eps",
+        "exploration_steps",
+        "ppo",
+    }
+)
+
+
+class MarlTraining(ServedSettings):
+    """Settings of a multi-agent training; a TOML file and the command line use the same names."""
+
+    title = "multi-agent"
+    ways: ClassVar = {
+        "multiprocessing": "actor and learners have processes of their own (--serial: one for all), its mode is "
+        "publish_mode here, and `share` gives several agents one learner process",
+        "num_learner_processes": "each agent has a learner process of its own, and `share` gives several agents one",
+    }
+
+    environment: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
+    world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
+    share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
+    # With DQN, not every seed reaches three times the return of random play in the treasure hunt; with PPO, all did.
+    algorithm: Algorithm = Field("ppo", description="The algorithm of every learner.")
+    ppo: OnPolicy = OnPolicy.model_validate({})
+    own: dict[str, dict[str, Any]] = Field(
+        {}, description="Settings of single agents that differ from the others', by agent."
+    )
+    steps: int = Field(200_000, ge=1, description="Total turns, over all worlds.")
+    envs: int | None = Field(None, ge=1, description="Number of worlds; none: one per worker.")
+    workers: int | None = Field(None, ge=1, description="Number of actor processes, each with one world.")
+    seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
+
+    publish_mode: Literal["double_buffer", "snapshot"] = Field(
+        "double_buffer",
+        description="Copies of the weights: two, or one for half of the memory, for which readers may wait.",
+    )
+    publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
+    buffer_size: int = Field(10_000, ge=1, description="Capacity of a learner's replay, in transitions.")
+    batch_size: int = Field(64, ge=2, description="Transitions in one optimiser step.")
+    train_freq: int = Field(4, ge=1, description="Turns per step of every learner.")
+    learning_rate: float | None = Field(None, gt=0, description="None: 0.001 with PPO, else 0.00025.")
+    learning_starts: int = Field(1000, ge=1, description="Transitions before a learner's first step.")
+    gamma: float = Field(0.95, ge=0, le=1, description="Discount factor.")
+    n_steps: int = Field(3, ge=1, description="Steps of the n-step return.")
+    target_update_interval: int = Field(200, ge=1, description="Learner steps between two target updates.")
+    frames: int = Field(2, ge=1, description="Number of stacked observations.")
+    hidden: tuple[int, ...] = Field((128, 128), description="Sizes of the hidden layers of every network.")
+    exploration_initial_eps: float = Field(1.0, ge=0, le=1, description="Probability of a random action at first.")
+    exploration_final_eps: float = Field(0.05, ge=0, le=1, description="Probability of a random action at last.")
+    exploration_steps: int = Field(
+        5000, ge=0, description="Learner steps over which exploration falls from its first to its last value."
+    )
+
+    device_per_agent: bool = Field(
+        True, description="Put learner i on cuda:(i modulo devices); without CUDA on the CPU."
+    )
+    learner_gpus: float = Field(0.0, ge=0, description="With --launcher ray: GPUs reserved for each learner.")
+    learner_nice: int = Field(
+        10, ge=0, le=19, description="Niceness of the learner processes, so that the actor runs first."
+    )
+    max_ahead: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = Field(
+        "auto",
+        description="Turns by which the actor may be ahead of the slowest learner; none: it never waits; auto: a "
+        "rollout with PPO, else none.",
+    )
+    max_lag: int | None = Field(None, ge=0, description="Publications by which the actor may lag.")
+    actor_timeout: float = Field(
+        30.0, gt=0, description="Seconds without a heartbeat after which the actor counts as hung."
+    )
+    learner_timeout: float = Field(
+        60.0, gt=0, description="Seconds without a heartbeat after which a learner counts as hung."
+    )
+    checkpoint_every: int | None = Field(
+        None,
+        ge=0,
+        description="Turns between two checkpoints; none: 20 checkpoints; 0: one at the end.",
+    )
+    evaluate_every: int | None = Field(
+        None,
+        ge=0,
+        description="Turns between two evaluations; none: a tenth of all, at least 5,000; 0: one at the end.",
+    )
+    evaluation_episodes: int = Field(20, ge=1, description="Episodes per evaluation, without exploration.")
+    logging: bool = Field(True, description="Show progress.")
+    log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
+    log_dir: Path = Field(Path("marl-out"), description="Folder of the run, where --out is not given.")
+
+    @field_validator("share", mode="before")
+    @classmethod
+    def _groups(cls, value: Any) -> Any:
+        # ["a", "b"] is one group.
+        return (tuple(value),) if value and all(isinstance(each, str) for each in value) else value
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that is used."""
+        return self.learning_rate or (0.001 if self.algorithm == ON_POLICY else 0.00025)
+
+    @property
+    def slack(self) -> int | None:
+        """Turns by which the actor may be ahead; None: any number."""
+        if self.max_ahead == "auto":
+            return self.ppo.n_steps if self.algorithm == ON_POLICY else None
+        return None if self.max_ahead == "none" else self.max_ahead
+
+    @property
+    def evaluates_every(self) -> int:
+        """Turns between two evaluations; 0: one at the end."""
+        return max(5000, self.steps // 10) if self.evaluate_every is None else self.evaluate_every
+
+    @property
+    def n_envs(self) -> int:
+        return self.envs or self.workers or 1
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> MarlTraining:
+        if self.workers not in (None, self.n_envs):
+            raise ValueError(
+                f"workers={self.workers} with envs={self.envs}: each world has an actor process of its own; leave one "
+                "of the two out"
+            )
+        named = [agent for group in self.share for agent in group]
+        if len(named) != len(set(named)):
+            raise ValueError(f"share names an agent twice: {named}")
+        for agent, changes in self.own.items():
+            if unknown := changes.keys() - OWN:
+                raise ValueError(f"own.{agent}: {min(unknown)} is not an agent's; expected some of {sorted(OWN)}")
+            if (self.of([agent]).algorithm == ON_POLICY) != (self.algorithm == ON_POLICY):
+                raise ValueError(f"own.{agent}: {ON_POLICY} has a pace of its own: all learners have it or none")
+        return self
+
+    def of(self, agents: Sequence[str]) -> MarlTraining:
+        """Return the settings of the learner of these agents."""
+        changes: dict[str, Any] = {}
+        for agent in agents:
+            changes = merged(changes, self.own.get(agent, {}))
+        # Only fields that were set are passed on, because `refuse_unused` tells them from defaults.
+        values = {name: getattr(self, name) for name in self.model_fields_set - {"own"}}
+        if "ppo" in values:
+            values["ppo"] = self.ppo.model_dump(exclude_unset=True)
+        return MarlTraining(**merged(values, changes)) if changes else self
+
+    def refuse_unused(self) -> None:
+        """Refuse settings that have no effect on this learner.
+
+        Raises:
+            ConfigError: such a setting was set; the message has its name and the reason.
+        """
+        refuse_unused(self.model_fields_set, self._unused())
+
+    def _unused(self) -> dict[str, str]:
+        if self.algorithm == ON_POLICY:
+            unused = dict.fromkeys(
+                ("n_steps", "target_update_interval", *_EXPLORATION),
+                f"{ON_POLICY} has no replayed values and draws its actions",
+            )
+            unused |= dict.fromkeys(
+                ("train_freq", "learning_starts"), f"the pace of {ON_POLICY} is ppo.n_steps, from the first turn on"
+            )
+            unused |= dict.fromkeys(("learner_gpus", "device_per_agent"), f"{ON_POLICY} computes on the CPU")
+            if self.publish_interval > 1:
+                unused["publish_interval"] = f"{ON_POLICY} publishes after every update (or never, with 0)"
+        else:
+            unused = {"ppo": f"the algorithm is {self.algorithm}"}
+            if self.learner_gpus:
+                unused["device_per_agent"] = "a learner with GPUs of its own (learner_gpus) takes the first of them"
+        if self.environment != TREASURE:
+            unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `world`"
+        unused |= self.unused()
+        return unused
+
+    @property
+    def world_settings(self) -> dict[str, Any]:
+        """Keyword arguments of the environment."""
+        return {"agents": self.agents, **self.world} if self.environment == TREASURE else dict(self.world)
+
+
+def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None = None) -> Plan:
+    """Create the plan for these settings.
+
+    Args:
+        serve: loads models on a server; None: the actors compute their policies themselves.
+
+    Raises:
+        ConfigError: the environment cannot be created, agents that share a learner have different spaces, `share` or
+            `own` names unknown agents, or a setting is set that would have no effect.
+    """
+    environment = (settings.environment, settings.world_settings)
+    world = make_world(environment)
+    if not getattr(world, "possible_agents", None):
+        raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
+    check_names(settings.environment, world.possible_agents)
+    known = agent_spaces(world)
+    world.close()
+    groups = _groups(settings, list(known))
+    agent_space = _of_groups(groups, known)
+    of_group = {name: settings.of(name.split("+")) for name in agent_space}
+    for own in of_group.values():
+        own.refuse_unused()
+    networks: dict[str, dict[str, Any]] = {
+        name: {
+            "algorithm": own.algorithm,
+            "shape": (own.frames, *agent_space[name].shape),
+            "dtype": agent_space[name].dtype,
+            "scale": agent_space[name].scale,
+            "actions": agent_space[name].actions,
+            "hidden": own.hidden,
+        }
+        for name, own in of_group.items()
+    }
+    fields = {
+        "action": ReplayField((), "int32"),
+        "reward": ReplayField((), "float32"),
+        "terminated": ReplayField((), "bool"),
+    }
+    on_policy = settings.algorithm == ON_POLICY
+    if on_policy:
+        fields |= {"log_prob": ReplayField((), "float32"), **COLUMNS}
+    names = tuple(of_group)
+    # Agents' names may contain characters that are not allowed in models' names.
+    models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
+    served = None
+    if serve is not None:
+        served = serve(
+            {
+                models[name]: {
+                    "factory": _FACTORY,
+                    "args": networks[name],
+                    "publish": of_group[name].publish_mode,
+                    "max_batch": 16,
+                }
+                for name in names
+            }
+        )
+    played = {"environment": environment, "groups": groups, "networks": networks}
+    explored = {
+        name: (own.exploration_initial_eps, own.exploration_final_eps, own.exploration_steps)
+        for name, own in of_group.items()
+    }
+    return Plan(
+        roles=(
+            *(
+                RoleSpec(
+                    f"actor-{number}",
+                    Kind.ACTOR,
+                    f"{_ROLES}:TurnTaker",
+                    {**played, "epsilon": explored, "number": number},
+                    writes=names,
+                    reads=names,
+                )
+                for number in range(settings.n_envs)
+            ),
+            *(_learner(own, number, name, networks[name]) for number, (name, own) in enumerate(of_group.items())),
+            RoleSpec(
+                "evaluator",
+                Kind.EVALUATOR,
+                f"{_ROLES}:PlayingEvaluator",
+                {
+                    **played,
+                    "episodes": settings.evaluation_episodes,
+                    "epsilon": {name: (last, last, 0) for name, (_, last, _) in explored.items()},
+                },
+                reads=names,
+                evaluate_every=settings.evaluates_every,
+                nice=settings.learner_nice,
+            ),
+        ),
+        replays=tuple(
+            ReplaySpec(
+                name,
+                own.buffer_size,
+                {**_observed(agent_space[name], own), **fields},
+                episodes=None if on_policy else Episodes(),
+            )
+            for name, own in of_group.items()
+        ),
+        channels=tuple(
+            ChannelSpec(
+                name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), of_group[name].publish_mode
+            )
+            for name, network in networks.items()
+        ),
+        pace=Pace(settings.ppo.n_steps, 1, 0, settings.slack)
+        if on_policy
+        else Pace(settings.train_freq, 1, settings.learning_starts, settings.slack),
+        budget=Budget(settings.steps, settings.seconds),
+        # The low `settled` lets a role that is killed every few seconds be restarted any number of times.
+        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
+        seed=settings.seed,
+        max_lag=settings.max_lag,
+        save_every=max(1000, settings.steps // 20) if settings.checkpoint_every is None else settings.checkpoint_every,
+        log_every=settings.log_every,
+        best="return",
+        server=None if served is None else served.feed(models),
+        policy=description(settings, groups, networks, agent_space),
+    )
+
+
+def description(
+    settings: MarlTraining,
+    groups: Mapping[str, str],
+    networks: Mapping[str, Mapping[str, Any]],
+    agent_space: Mapping[str, AgentSpaces],
+) -> dict[str, Any]:
+    """Return the description of all learners' policies for ``jurybox policy``, one policy for each group."""
+    from jurybox.training.policies import Acts, Description
+
+    policies = {
+        name: Acts(
+            _FACTORY,
+            network,
+            f"weights-{name}.state",
+            output="logits" if network["algorithm"] == ON_POLICY else "values",
+            choose="draw" if network["algorithm"] == ON_POLICY else "best",  # as in evaluations
+            first=agent_space[name].first,
+            own_arguments={"agent": name.split("+")[0]},
+        )
+        for name, network in networks.items()
+    }
+    frames = {name: [list(network["shape"]), network["dtype"]] for name, network in networks.items()}
+    arguments = {
+        "name": settings.environment,
+        "world": settings.world_settings,
+        "groups": dict(groups),
+        "frames": frames,
+    }
+    kept = settings.model_dump(mode="json")
+    return Description(
+        "marl", policies, "jurybox.training.trainings.marl_agent_env:AgentEnv", arguments, kept, settings.seed
+    ).as_dict()
+
+
+def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
+    """Return the name of each agent's replay and channel: the agent's name, or those of its group joined by "+"."""
+    groups = {agent: agent for agent in agents}
+    for shared in settings.share:
+        groups |= {agent: "+".join(shared) for agent in shared}
+    if unknown := (groups.keys() | settings.own.keys()) - set(agents):
+        raise ConfigError(f"share or own names {min(unknown)!r}; the agents are {', '.join(agents)}")
+    return groups
+
+
+def _of_groups(groups: Mapping[str, str], known: Mapping[str, AgentSpaces]) -> dict[str, AgentSpaces]:
+    """Return the spaces of each group."""
+    found: dict[str, AgentSpaces] = {}
+    for agent, group in groups.items():
+        if found.setdefault(group, known[agent]) != known[agent]:
+            raise ConfigError(
+                f"the agents of {group} see or do different things ({found[group]} and {known[agent]}): one network "
+                "does not fit both; let each have its own (share)"
+            )
+    return found
+
+
+def _observed(space: AgentSpaces, settings: MarlTraining) -> dict[str, ReplayField]:
+    """Return the fields of observations: frames, which the sampler stacks, or with PPO whole stacks."""
+    if settings.algorithm != ON_POLICY:
+        return {"observation": space.field}
+    stacked = ReplayField((settings.frames, *space.shape), space.dtype)
+    return {"observation": stacked, "next_observation": stacked}
+
+
+def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[str, Any]) -> RoleSpec:
+    devices = torch.cuda.device_count() if settings.device_per_agent else 0
+    device = f"cuda:{number % devices}" if devices else "cpu"
+    if settings.learner_gpus:
+        device = "cuda:0"  # the first of the GPUs that are visible to it, on any machine
+    members = settings.n_envs * len(group.split("+"))
+    same: dict[str, Any] = {
+        "learning_rate": settings.rate,
+        "gamma": settings.gamma,
+        "hidden": settings.hidden,
+        "batch_size": settings.batch_size,
+    }
+    if settings.algorithm == ON_POLICY:
+        rollout = settings.ppo.n_steps * len(group.split("+"))
+        if settings.buffer_size < 2 * rollout:
+            raise ConfigError(
+                f"buffer_size {settings.buffer_size} is too small for {group}: two rollouts of all its agents "
+                f"have {2 * rollout} transitions"
+            )
+        # The divergence would be measured from the policies that acted, so that an update on a rollout that is one
+        # update old would stop at once.
+        rules = {**same, "target_kl": None, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
+        algorithm, own = _REFINED_PPO, {"n_steps": settings.ppo.n_steps, "rules": rules}
+        make, publish_every = f"{_LEARNERS}.on_policy:OnPolicyLearner", min(1, settings.publish_interval)
+        more: dict[str, Any] = {"rollout": rollout, "max_stale": settings.ppo.max_stale}
+    else:
+        algorithm = settings.algorithm
+        own = {
+            **same,
+            "n_steps": settings.n_steps,
+            "train_freq": settings.train_freq,
+            "target_update_interval": settings.target_update_interval * settings.train_freq,
+        }
+        make, publish_every = f"{_LEARNERS}.off_policy:OffPolicyLearner", settings.publish_interval
+        # The newest rows of each agent in each world have no successor yet.
+        unsampled = members * (settings.n_steps + 1)
+        more = {"first": max(settings.learning_starts, unsampled + 1), "stack": settings.frames, "device": device}
+    made = {
+        "replay": group,
+        "algorithm": {"algorithm": algorithm, "settings": own, "spec": spec_of(network).as_dict()},
+        "envs": 1,  # a turn is a step of one world
+        "raw": True,
+        "suffix": f"_{group}",
+        **more,
+    }
+    return RoleSpec(
+        f"learner-{group}",
+        Kind.LEARNER,
+        make,
+        made,
+        samples=(group,),
+        publishes=group,
+        publish_every=publish_every,
+        nice=settings.learner_nice,
+        gpus=settings.learner_gpus,
+    )
