@@ -2,6 +2,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.serving import segments, serving, wait_until
@@ -36,10 +37,25 @@ def server(tmp_path, nothing_left):
         yield running
 
 
+@contextmanager
+def serving_and_leaving_nothing(folder: Path, models: dict[str, dict[str, object]], **options: str):
+    """A server for the whole session, beside which servers of single tests come and go, and restart their engines."""
+    before = segments()
+    with serving(folder, models, **options) as running:
+        own = {server_of(name) for name in segments() - before}
+        yield running
+    wait_until(lambda: not own & set(map(server_of, segments())), 30, "the end of the server's shared memory")
+
+
+def server_of(segment: str) -> str:
+    """The id of the server that a segment or a socket belongs to."""
+    return segment.split("-")[2].partition(".")[0]
+
+
 @pytest.fixture(scope="session")
 def enduring(tmp_path_factory):
     """One server for files whose clients mistreat it, but kill nothing of it: it must outlive whatever they do."""
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("enduring"), MODELS, tcp="127.0.0.1:0") as running:
+    with serving_and_leaving_nothing(tmp_path_factory.mktemp("enduring"), MODELS, tcp="127.0.0.1:0") as running:
         yield running
 
 
@@ -55,11 +71,9 @@ REACHABLE = {
 @pytest.fixture(scope="session")
 def reachable(tmp_path_factory):
     """One server on every transport, for files whose clients are interrupted: it must not notice."""
-    before = segments()
-    with serving(tmp_path_factory.mktemp("reachable"), REACHABLE, tcp="127.0.0.1:0", grpc="127.0.0.1:0") as running:
-        own = segments() - before  # other servers of this process's tests come and go meanwhile
+    ports = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
+    with serving_and_leaving_nothing(tmp_path_factory.mktemp("reachable"), REACHABLE, **ports) as running:
         yield running
-    wait_until(lambda: not segments() & own, 30, "the end of the server's shared memory")
 
 
 @pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])

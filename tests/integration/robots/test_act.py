@@ -6,12 +6,15 @@ import base64
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 
 import httpx
 import numpy as np
 import pytest
 from tests.robot_models import DIMENSION, HORIZON
-from tests.serving import launch, serving, wait_until
+from tests.serving import launch, serving
+from tests.shared_batches import answers_of_shared_batches
 
 MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in ("vla", "oft", "by_part")}
 SECRET = "0123456789abcdef0123"
@@ -201,26 +204,19 @@ def test_random_bodies_are_refused_and_the_next_request_is_answered(addresses):
 
 
 def test_robots_that_ask_at_the_same_time_share_batches(server, addresses):
-    def rounds(number: int) -> list[object]:
-        with httpx.Client(timeout=60) as client:
-            wrong = []
-            for step in range(1, 31):
-                text = "x" * (number + 1)
-                answer = client.post(addresses["vla"] + "/act", json=openvla(step, text)).json()
-                if restored(answer)[:2].tolist() != [step, number + 1]:
-                    wrong.append((number, step, answer))
-            return wrong
+    def right(client: httpx.Client, number: int, step: int) -> bool:
+        answer = client.post(addresses["vla"] + "/act", json=openvla(step, "x" * (number + 1))).json()
+        return bool(restored(answer)[:2].tolist() == [step, number + 1])
 
-    with server.connect() as client, ThreadPoolExecutor(8) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        clients = [stack.enter_context(httpx.Client(timeout=60)) for _ in range(8)]
 
-        def computed() -> tuple[int, int]:
-            (model,) = (one for one in client.status()["models"] if one["name"] == "vla")
-            return model["batches"], model["rows"]
+        def rounds(number: int) -> bool:
+            return all(right(clients[number], number, step) for step in range(1, 21))
 
-        before = computed()
-        assert not [wrong for found in pool.map(rounds, range(8)) for wrong in found]
-        wait_until(lambda: computed()[1] - before[1] == 240, 30, "240 rows")
-        assert computed()[0] - before[0] < 120
+        assert all(pool.map(rounds, range(8)))
+        asks = [partial(right, client, number, 30) for number, client in enumerate(clients)]
+        assert all(answers_of_shared_batches(server, "vla", asks))
 
 
 def test_the_token_is_required_unless_the_port_is_unprotected(tmp_path):

@@ -9,10 +9,9 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import grpc
 import numpy as np
@@ -20,6 +19,7 @@ import pytest
 import torch
 from tests.lerobot_classes import NEW, OLD, lerobot_classes
 from tests.serving import launch, serving, wait_until
+from tests.shared_batches import answers_of_shared_batches
 from tests.unit.server.test_lerobot_checkpoints import answered, checkpoint, observations
 
 from jurybox.server.robot_policies import lerobot
@@ -381,33 +381,29 @@ def test_one_robot_too_many_is_told_at_its_start_until_a_place_is_free(server, a
             with pytest.raises(grpc.RpcError) as error:
                 other.ready()
             assert "1 robots are connected" in said(error)[1]
-    with robot(addresses["few"], new) as arm:
+    with robot(addresses["few"], new, ready=False) as arm:
+
+        def is_ready():  # the server learns of the first one's end at its own pace
+            with suppress(grpc.RpcError):
+                return arm.ready() is None
+
+        wait_until(is_ready, 30, "a free place")
+        arm.setup()
         arm.observe()
         assert arm.act()[0].action.tolist() == [13, 4]
 
 
 def test_robots_that_ask_at_the_same_time_share_batches(server, addresses, new):
-    together = threading.Barrier(8, timeout=60)
+    def right(arm, number, step):
+        arm.observe(step, motors=(float(10 * step), number), must_go=True)
+        return [one.action.tolist() for one in arm.act()] == [[10 * step + number + 10, 4]] * 5
 
-    def rounds(number):
-        with robot(addresses["arm"], new) as arm:
-            together.wait()
-            for step in range(20):
-                arm.observe(step, motors=(float(10 * step), number), must_go=True)
-                if [one.action.tolist() for one in arm.act()] != [[10 * step + number + 10, 4]] * 5:
-                    return False
-        return True
-
-    with server.connect() as client, ThreadPoolExecutor(8) as pool:
-
-        def computed():
-            (model,) = (one for one in client.status()["models"] if one["name"] == "arm")
-            return model["batches"], model["rows"]
-
-        before = computed()
-        assert all(pool.map(rounds, range(8)))
-        wait_until(lambda: computed()[1] - before[1] == 160, 30, "160 rows")
-        assert computed()[0] - before[0] < 150
+    with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        arms = [stack.enter_context(robot(addresses["arm"], new)) for _ in range(8)]
+        assert all(pool.map(lambda number: all(right(arms[number], number, step) for step in range(10)), range(8)))
+        steps = iter(range(10, 1000))  # a robot answers no observation twice
+        asks = [lambda arm=arm, number=number: right(arm, number, next(steps)) for number, arm in enumerate(arms)]
+        assert all(answers_of_shared_batches(server, "arm", asks))
 
 
 def test_a_checkpoint_of_act_answers_as_in_this_process(tmp_path, new):
