@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.served import raw_network
 from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
@@ -19,7 +21,6 @@ from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.runtime.turns import Rules, make_turn
 from jurybox.training.trainings.marl import MarlTraining, plan
-from jurybox.training.trainings.marl_policies import make_network
 
 _NEVER = 10**9
 
@@ -67,9 +68,9 @@ def alone(agents: int, seconds: float) -> Measured:
     planned = plan(asked)
     with SharedResources.create(planned) as shared:
         (actor,) = planned.of_kind(Kind.ACTOR)
-        for number, (group, network) in enumerate(planned.roles[actor].settings["networks"].items()):
+        for number, (group, made) in enumerate(planned.roles[actor].settings["algorithms"].items()):
             with shared.publisher(group) as publisher:
-                publisher.publish(make_network(**network, seed=number), {"updates": 10**9})
+                publisher.publish(raw_network(make(**made), number), {"updates": 10**9})
         turn = make_turn(
             RoleContext(planned, actor, shared, lambda message: None), Rules(planned, shared.scoreboard, None), None
         )

@@ -25,7 +25,7 @@ from jurybox.training.trainings.marl_run import train
 PPO = {
     name: value
     for name, value in SMALL.items()
-    if name not in ("exploration_initial_eps", "exploration_final_eps", "exploration_steps", "learning_starts")
+    if name not in ("exploration_initial_eps", "exploration_final_eps", "learning_starts")
 }
 PPO |= {"algorithm": "ppo", "ppo": {"n_steps": 20, "n_epochs": 2}, "checkpoint_every": 30}
 

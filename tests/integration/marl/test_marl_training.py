@@ -30,7 +30,6 @@ SMALL = {
     "evaluation_episodes": 1,
     "exploration_initial_eps": 0.3,
     "exploration_final_eps": 0.3,
-    "exploration_steps": 1,
     "log_every": 20,
 }
 
@@ -125,7 +124,7 @@ def test_options_override_settings_of_the_file(tmp_path):
     config = tmp_path / "marl.toml"
     config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[world]\nturns = 7\n')
     settings = MarlTraining.read(
-        config, changes_of(["batch_size = 16", "exploration_steps = 10"], {"agents": 3, "seed": None})
+        config, changes_of(["batch_size = 16", "exploration_fraction = 0.5"], {"agents": 3, "seed": None})
     )
     assert (settings.publish_mode, settings.batch_size, settings.agents, settings.seed) == ("snapshot", 16, 3, 0)
     assert settings.world_settings == {"agents": 3, "turns": 7}

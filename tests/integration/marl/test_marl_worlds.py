@@ -15,6 +15,7 @@ from pettingzoo import ParallelEnv
 from pettingzoo.utils.conversions import parallel_to_aec
 from tests.integration.marl.worlds import SPACES, Kinds
 
+from jurybox.training.algorithms.registry import make
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay, Windows
 from jurybox.training.runtime.plan import End
@@ -22,6 +23,7 @@ from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.settings import changes_of
 from jurybox.training.trainings.marl import ConfigError, MarlTraining, plan
+from jurybox.training.trainings.marl_policies import Acting
 from jurybox.training.trainings.marl_roles import PlayingEvaluator, TurnTaker
 from jurybox.training.trainings.marl_run import train
 from jurybox.training.trainings.marl_worlds import AgentSpaces, ObservationEncoder, WorldError, agent_spaces, encoders
@@ -94,7 +96,7 @@ def test_rewarded_actions_are_learned_from_floats(tmp_path):
         gamma=0.0,
         n_steps=1,
         exploration_final_eps=0.0,
-        exploration_steps=500,
+        exploration_fraction=0.5,
         learning_rate=0.01,
         hidden=(16,),
         log_dir=tmp_path,
@@ -154,7 +156,7 @@ def test_the_error_of_an_invalid_world_is_one_sentence(environment, world, messa
     ("changes", "message"),
     [
         (['algorithm = "ppo"', "n_steps = 3"], "n_steps is set and would have no effect: ppo"),
-        (['algorithm = "ppo"', "exploration_steps = 10"], "exploration_steps is set"),
+        (['algorithm = "ppo"', "exploration_fraction = 0.5"], "exploration_fraction is set"),
         (['algorithm = "ppo"', "target_update_interval = 5"], "target_update_interval is set"),
         (['algorithm = "ppo"', "learner_gpus = 1"], "learner_gpus is set.*CPU"),
         (['algorithm = "ppo"', "train_freq = 8"], "train_freq is set.*n_steps"),
@@ -290,7 +292,8 @@ def test_evaluations_play_the_same_episodes_whatever_the_policy_does():
     world = parallel_to_aec(env)
     evaluator.context = SimpleNamespace(plan=SimpleNamespace(seed=0), alive=lambda: None)
     evaluator._env, evaluator._encoders, evaluator._spaces = world, encoders(world), agent_spaces(world)
-    evaluator._frames, evaluator._policies, evaluator._episodes = {"a": ((1, 1), "float32")}, {"a": None}, 4
+    made = make("ppo", {}, agent_spaces(world)["a"].spec(1).as_dict())
+    evaluator._acting, evaluator._episodes = {"a": Acting(made, None)}, 4
     for often in (0.1, 0.5, 1.0):
         evaluator._play(lambda agent, seen, random, often=often: int(random.random() < often))
     assert env.seeds[:4] == env.seeds[4:8] == env.seeds[8:] and len(set(env.seeds)) == 4

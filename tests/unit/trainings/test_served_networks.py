@@ -9,7 +9,9 @@ import torch
 from jurybox.server.inproc import InprocServer
 from jurybox.training.algorithms import served_networks
 from jurybox.training.algorithms.networks import ActorCritic, Features
-from jurybox.training.trainings.marl_policies import make_network
+from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.served import raw_network
+from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
 
 _IMPORT = """
 import sys
@@ -31,17 +33,11 @@ def test_a_server_without_the_trainings_packages_can_load_them():
 
 def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():
     seen = np.random.default_rng(0).integers(0, 255, (3, 2, 5), np.uint8)
+    spec = AgentSpec((Leaf(ALONE, (2, 5), "uint8", scale=1 / 255),), ActionSpec(True, 4)).as_dict()
     for algorithm in ("dqn", "iqn", "ppo"):
-        made = {
-            "algorithm": algorithm,
-            "shape": (2, 5),
-            "actions": 4,
-            "hidden": (8, 8),
-            "dtype": "uint8",
-            "scale": 1 / 255,
-        }
-        network = make_network(**made, seed=3)
-        served = served_networks.choosing_policy(**made)
+        made = {"algorithm": algorithm, "settings": {"hidden": (8, 8)}, "spec": spec}
+        network = raw_network(make(**made), 3)
+        served = served_networks.gym_policy(**made)
         served.module.load_state_dict(network.state_dict())
         rows = torch.from_numpy(seen)
         with torch.no_grad():

@@ -161,11 +161,6 @@ class AgentSpec:
         return tuple(leaf.picture for leaf in self.inputs if leaf.kind == "picture")
 
     @classmethod
-    def stacked(cls, shape: Sequence[int], dtype: str, scale: float, actions: int) -> AgentSpec:
-        """Create one of observations (stack, ...), which the network multiplies by `scale`, and of discrete actions."""
-        return cls((Leaf(ALONE, tuple(shape), dtype, scale=scale),), ActionSpec(True, actions))
-
-    @classmethod
     def of(cls, document: Mapping[str, Any]) -> AgentSpec:
         """Create from the result of `as_dict`, also if it went through JSON."""
         action = dict(document["action"])

@@ -18,7 +18,6 @@ from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.networks import Actor, ActorCritic, Features, Policy
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.algorithms.td3_actor import CLIP
-from jurybox.training.spaces import AgentSpec
 
 
 def served_model(
@@ -77,10 +76,3 @@ def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> Serv
     The last `actions` inputs are the mask: 1 for an action that may be chosen, 0 otherwise.
     """
     return served_model(_Masked(observation, actions, hidden), (observation + actions,), {"logits": (actions,)})
-
-
-def choosing_policy(
-    algorithm: str, shape: Sequence[int], actions: int, hidden: Sequence[int], dtype: str = "uint8", scale: float = 1.0
-) -> ServedModel:
-    """A policy of "dqn", "iqn" or "ppo" from stacked observations of `shape`; outputs as those of `gym_policy`."""
-    return gym_policy(algorithm, {"hidden": hidden}, AgentSpec.stacked(shape, dtype, scale, actions).as_dict())

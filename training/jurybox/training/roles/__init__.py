@@ -1,1 +1,1 @@
-"""Roles of trainings, of any algorithm: learners from a replay and from rollouts."""
+"""Roles of trainings, of any algorithm: policies that act, learners from a replay and from rollouts."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.algorithms.base import Algorithm, Arrays, Progress
+from jurybox.training.algorithms.base import Arrays, Progress
 from jurybox.training.algorithms.registry import make
 from jurybox.training.contract import ContractBroken, begun, stepped
 from jurybox.training.environments.gymnasium_env import (
@@ -20,124 +19,17 @@ from jurybox.training.environments.gymnasium_env import (
     make_environment,
     own_defaults,
 )
+from jurybox.training.roles.policy_client import policy_client
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
-from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
 from jurybox.training.trainings.gym import CHANNEL, ROWS, GymTraining
 
 Array = npt.NDArray[Any]
 
 _SEED = 1_000_003  # makes the episodes of evaluations different from those of the training
 _STEP_BITS = 40  # low bits of a step's number; the bits above are its incarnation
-_ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
 _ENDLESS = 100_000  # steps after which an evaluation's episode counts as endless, if nothing bounds it
 _SIDE_BY_SIDE = 10  # maximum number of parallel environments of the evaluator
-
-
-class ActingNetwork(Protocol):
-    """An actor's network, in its own process or on a server."""
-
-    @property
-    def updates(self) -> int:
-        """Number of learner updates before the weights of the last outputs were published."""
-
-    def outputs(self, rows: Array, inputs: Arrays) -> Arrays:
-        """Return the network's outputs, by name, for observations: as rows (n, ...), and as the environments' own."""
-
-
-class LocalNetwork:
-    """The network in this process, with the newest published weights."""
-
-    def __init__(self, context: RoleContext, algorithm: Algorithm) -> None:
-        import torch
-
-        from jurybox.training.algorithms.torch_states import TorchWeights
-
-        torch.set_num_threads(context.spec.threads)
-        self._torch = torch
-        self._network = algorithm.seeded(algorithm.network, 0).requires_grad_(False)
-        self._names = tuple(algorithm.outputs)
-        self._weights = TorchWeights(context.reader(CHANNEL), self._network)
-        context.follow(CHANNEL, self._weights)
-
-    @property
-    def updates(self) -> int:
-        return int(self._weights.extra.get("updates", 0))
-
-    def outputs(self, rows: Array, inputs: Arrays) -> Arrays:
-        with self._torch.inference_mode():
-            found = self._network(self._torch.from_numpy(rows))
-        each = found if isinstance(found, tuple) else (found,)
-        return {name: tensor.numpy() for name, tensor in zip(self._names, each, strict=True)}
-
-
-class _VersionFollower:
-    """A follower of the channel that records the number of updates of each publication, but not the weights."""
-
-    def __init__(self, context: RoleContext) -> None:
-        self.version = 0
-        self.updates = UpdatesByVersion()
-        self._reader = context.reader(CHANNEL)
-        self._buffers = self._reader.buffers()
-        context.follow(CHANNEL, self)
-
-    def refresh(self, timeout: float = 1.0) -> bool:
-        if not self._reader.newer_than(self.version):
-            return False
-        _, self.version, extra = self._reader.read(out=self._buffers, timeout=timeout)
-        self.updates.note(self.version, int(extra["updates"]))
-        return True
-
-
-class ServedNetwork:
-    """The network on the plan's server, with the newest weights or slightly older ones.
-
-    Args:
-        rows: number of rows of a request.
-        max_lag: publications by which an answer may be behind the newest one that the worker knows; older answers are
-            requested again.
-    """
-
-    def __init__(self, context: RoleContext, *, rows: int, max_lag: int) -> None:
-        self._model, self._max_lag = LeasedModel(context, CHANNEL, rows), max_lag
-        self._versions = _VersionFollower(context)
-        self._version = 0
-
-    @property
-    def updates(self) -> int:
-        return self._versions.updates.at(self._version)
-
-    def outputs(self, rows: Array, inputs: Arrays) -> Arrays:
-        """Return the network's outputs; see `ActingNetwork`.
-
-        Raises:
-            ServerGone, Timeout, ModelNotFound: the error lasted longer than the time-out.
-            StaleAnswers: the server did not use new enough weights in time.
-        """
-        until = time.monotonic() + max(_ADOPTED, self._model.timeout)
-
-        def fresh(version: int) -> bool:
-            if self._versions.version - version <= self._max_lag:
-                return True
-            if time.monotonic() > until:
-                raise StaleAnswers(
-                    f"the server answers with version {version} of the policy's weights, long after version "
-                    f"{self._versions.version} was published: the server's log says why"
-                )
-            return False
-
-        reply = self._model.infer(inputs, fresh)
-        self._version = reply.version
-        found: Any = reply.outputs
-        return found if isinstance(found, Mapping) else {self._model.outputs[0]: np.asarray(found)}
-
-    def close(self) -> None:
-        """Release the lane."""
-        self._model.close()
-
-
-class StaleAnswers(RuntimeError):
-    """The server does not use the published weights."""
 
 
 def _foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -231,13 +123,8 @@ class GymActor(Actor):
         with ExitStack() as undo:
             self._envs = Envs(s, n, clips=made.chooses[1] == "clip")
             undo.callback(self._envs.close)
-            self._policy: ActingNetwork
-            if context.plan.server is None:
-                self._policy = LocalNetwork(context, made)
-            else:
-                served = ServedNetwork(context, rows=n, max_lag=0 if made.on_policy else s.max_lag)
-                undo.callback(served.close)
-                self._policy = served
+            self._policy = policy_client(context, CHANNEL, made, rows=n, max_lag=0 if made.on_policy else s.max_lag)
+            undo.callback(self._policy.close)
             self._resources = undo.pop_all()
         self._streams = context.replay(ROWS).streams(n)
         self._first = context.number * n  # environments are numbered over all workers
@@ -259,7 +146,7 @@ class GymActor(Actor):
         if progress.env_steps < self._random_until:
             chosen = envs.random(self._random)
         else:
-            chosen, columns = algorithm.explore(self._policy.outputs(envs.rows, envs.inputs), self._random, progress)
+            chosen, columns = algorithm.explore(self._policy.outputs(envs.inputs), self._random, progress)
         before = envs.rows.copy()
         after, rewards = np.empty_like(before), np.zeros(n, np.float32)
         terminated, ended = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
@@ -315,8 +202,8 @@ class GymEvaluator(Evaluator):
         super().__init__(context)
         self._settings = s = GymTraining(**settings)
         self._algorithm = made = make(**algorithm)
-        self._policy = LocalNetwork(context, made)
         self._envs = Envs(s, min(_SIDE_BY_SIDE, s.evaluation_episodes), clips=made.chooses[1] == "clip")
+        self._policy = policy_client(context, CHANNEL, made, rows=len(self._envs.envs))
 
     def evaluate(self) -> Mapping[str, float]:
         s, envs = self._settings, self._envs
@@ -327,7 +214,7 @@ class GymEvaluator(Evaluator):
         for number, episode in enumerate(playing):
             envs.begin(number, seeds[episode])
         while playing_now := [number for number, episode in enumerate(playing) if episode < len(seeds)]:
-            chosen = self._algorithm.greedy(self._policy.outputs(envs.rows, envs.inputs))
+            chosen = self._algorithm.greedy(self._policy.outputs(envs.inputs))
             for number in playing_now:
                 row, reward, terminated, truncated = envs.step(number, chosen[number])
                 envs.rows[number] = row

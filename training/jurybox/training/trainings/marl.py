@@ -10,6 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.served import raw_network
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.roles.on_policy import COLUMNS
@@ -27,13 +29,13 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.serving import Models, ServedModels
 from jurybox.training.runtime.settings import ServedSettings, merged
-from jurybox.training.trainings.marl_policies import ON_POLICY, Algorithm, make_network, spec_of
 from jurybox.training.trainings.marl_worlds import AgentSpaces, agent_spaces, check_names, make_world
 
 _ROLES = "jurybox.training.trainings.marl_roles"
 _LEARNERS = "jurybox.training.roles"
 _REFINED_PPO = "jurybox.training.algorithms.ppo:RefinedPPO"
-_FACTORY = "jurybox.training.algorithms.served_networks:choosing_policy"
+_FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"
+ON_POLICY = "ppo"
 TREASURE = "jurybox.studies.treasure:TreasureHunt"
 
 
@@ -50,7 +52,7 @@ class OnPolicy(BaseModel):
     max_stale: int = Field(1, ge=0, description="Updates by which the policy of a transition may be out of date.")
 
 
-_EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_steps")
+_EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_fraction")
 # Settings that can be set for a single agent.
 OWN = frozenset(
     {
@@ -67,7 +69,7 @@ OWN = frozenset(
         "hidden",
         "exploration_initial_eps",
         "exploration_final_eps",
-        "exploration_steps",
+        "exploration_fraction",
         "ppo",
     }
 )
@@ -88,7 +90,7 @@ class MarlTraining(ServedSettings):
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
     # With DQN, not every seed reaches three times the return of random play in the treasure hunt; with PPO, all did.
-    algorithm: Algorithm = Field("ppo", description="The algorithm of every learner.")
+    algorithm: Literal["dqn", "iqn", "ppo"] = Field("ppo", description="The algorithm of every learner.")
     ppo: OnPolicy = OnPolicy.model_validate({})
     own: dict[str, dict[str, Any]] = Field(
         {}, description="Settings of single agents that differ from the others', by agent."
@@ -115,8 +117,11 @@ class MarlTraining(ServedSettings):
     hidden: tuple[int, ...] = Field((128, 128), description="Sizes of the hidden layers of every network.")
     exploration_initial_eps: float = Field(1.0, ge=0, le=1, description="Probability of a random action at first.")
     exploration_final_eps: float = Field(0.05, ge=0, le=1, description="Probability of a random action at last.")
-    exploration_steps: int = Field(
-        5000, ge=0, description="Learner steps over which exploration falls from its first to its last value."
+    exploration_fraction: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Fraction of all turns over which it falls to the last value.",
     )
 
     device_per_agent: bool = Field(
@@ -265,17 +270,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
     of_group = {name: settings.of(name.split("+")) for name in agent_space}
     for own in of_group.values():
         own.refuse_unused()
-    networks: dict[str, dict[str, Any]] = {
-        name: {
-            "algorithm": own.algorithm,
-            "shape": (own.frames, *agent_space[name].shape),
-            "dtype": agent_space[name].dtype,
-            "scale": agent_space[name].scale,
-            "actions": agent_space[name].actions,
-            "hidden": own.hidden,
-        }
-        for name, own in of_group.items()
-    }
+    algorithms = {name: _acting(own, agent_space[name]) for name, own in of_group.items()}
     fields = {
         "action": ReplayField((), "int32"),
         "reward": ReplayField((), "float32"),
@@ -293,18 +288,14 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             {
                 models[name]: {
                     "factory": _FACTORY,
-                    "args": networks[name],
+                    "args": algorithms[name],
                     "publish": of_group[name].publish_mode,
                     "max_batch": 16,
                 }
                 for name in names
             }
         )
-    played = {"environment": environment, "groups": groups, "networks": networks}
-    explored = {
-        name: (own.exploration_initial_eps, own.exploration_final_eps, own.exploration_steps)
-        for name, own in of_group.items()
-    }
+    played = {"environment": environment, "groups": groups, "algorithms": algorithms}
     return Plan(
         roles=(
             *(
@@ -312,22 +303,21 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                     f"actor-{number}",
                     Kind.ACTOR,
                     f"{_ROLES}:TurnTaker",
-                    {**played, "epsilon": explored, "number": number},
+                    {**played, "number": number},
                     writes=names,
                     reads=names,
                 )
                 for number in range(settings.n_envs)
             ),
-            *(_learner(own, number, name, networks[name]) for number, (name, own) in enumerate(of_group.items())),
+            *(
+                _learner(own, number, name, algorithms[name]["spec"])
+                for number, (name, own) in enumerate(of_group.items())
+            ),
             RoleSpec(
                 "evaluator",
                 Kind.EVALUATOR,
                 f"{_ROLES}:PlayingEvaluator",
-                {
-                    **played,
-                    "episodes": settings.evaluation_episodes,
-                    "epsilon": {name: (last, last, 0) for name, (_, last, _) in explored.items()},
-                },
+                {**played, "episodes": settings.evaluation_episodes},
                 reads=names,
                 evaluate_every=settings.evaluates_every,
                 nice=settings.learner_nice,
@@ -343,10 +333,8 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             for name, own in of_group.items()
         ),
         channels=tuple(
-            ChannelSpec(
-                name, WeightsLayout.of(make_network(**network, seed=0).state_dict()), of_group[name].publish_mode
-            )
-            for name, network in networks.items()
+            ChannelSpec(name, WeightsLayout.of(raw_network(make(**made)).state_dict()), of_group[name].publish_mode)
+            for name, made in algorithms.items()
         ),
         pace=Pace(settings.ppo.n_steps, 1, 0, settings.slack)
         if on_policy
@@ -360,33 +348,34 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed(models),
-        policy=description(settings, groups, networks, agent_space),
+        policy=description(settings, groups, algorithms),
     )
 
 
 def description(
     settings: MarlTraining,
     groups: Mapping[str, str],
-    networks: Mapping[str, Mapping[str, Any]],
-    agent_space: Mapping[str, AgentSpaces],
+    algorithms: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the description of all learners' policies for ``jurybox policy``, one policy for each group."""
     from jurybox.training.policies import Acts, Description
 
-    policies = {
-        name: Acts(
+    policies, frames = {}, {}
+    for name, arguments in algorithms.items():
+        made = make(**arguments)
+        (leaf,) = made.spec.inputs
+        frames[name] = [list(leaf.shape), leaf.dtype]
+        output, how = made.chooses
+        policies[name] = Acts(
             _FACTORY,
-            network,
+            arguments,
             f"weights-{name}.state",
-            output="logits" if network["algorithm"] == ON_POLICY else "values",
-            choose="draw" if network["algorithm"] == ON_POLICY else "best",  # as in evaluations
-            first=agent_space[name].first,
+            output,
+            "draw" if made.on_policy else how,  # as in evaluations
+            first=made.spec.action.start,
             own_arguments={"agent": name.split("+")[0]},
         )
-        for name, network in networks.items()
-    }
-    frames = {name: [list(network["shape"]), network["dtype"]] for name, network in networks.items()}
-    arguments = {
+    world = {
         "name": settings.environment,
         "world": settings.world_settings,
         "groups": dict(groups),
@@ -394,7 +383,7 @@ def description(
     }
     kept = settings.model_dump(mode="json")
     return Description(
-        "marl", policies, "jurybox.training.trainings.marl_agent_env:AgentEnv", arguments, kept, settings.seed
+        "marl", policies, "jurybox.training.trainings.marl_agent_env:AgentEnv", world, kept, settings.seed
     ).as_dict()
 
 
@@ -428,7 +417,15 @@ def _observed(space: AgentSpaces, settings: MarlTraining) -> dict[str, ReplayFie
     return {"observation": stacked, "next_observation": stacked}
 
 
-def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[str, Any]) -> RoleSpec:
+def _acting(settings: MarlTraining, space: AgentSpaces) -> dict[str, Any]:
+    """Return the arguments of `algorithms.make` for what acts, and for its network."""
+    own: dict[str, Any] = {"hidden": list(settings.hidden)}
+    if settings.algorithm != ON_POLICY:
+        own |= {name: getattr(settings, name) for name in _EXPLORATION}
+    return {"algorithm": settings.algorithm, "settings": own, "spec": space.spec(settings.frames).as_dict()}
+
+
+def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str, Any]) -> RoleSpec:
     devices = torch.cuda.device_count() if settings.device_per_agent else 0
     device = f"cuda:{number % devices}" if devices else "cpu"
     if settings.learner_gpus:
@@ -467,7 +464,7 @@ def _learner(settings: MarlTraining, number: int, group: str, network: Mapping[s
         more = {"first": max(settings.learning_starts, unsampled + 1), "stack": settings.frames, "device": device}
     made = {
         "replay": group,
-        "algorithm": {"algorithm": algorithm, "settings": own, "spec": spec_of(network).as_dict()},
+        "algorithm": {"algorithm": algorithm, "settings": own, "spec": spec},
         "envs": 1,  # a turn is a step of one world
         "raw": True,
         "suffix": f"_{group}",

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
+from jurybox.training.algorithms.base import Progress
 from jurybox.training.contract import number
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
-from jurybox.training.trainings.marl_policies import ON_POLICY, FrameStack, Observation, policies
+from jurybox.training.trainings.marl_policies import Acting, FrameStack, Observation, acting
 from jurybox.training.trainings.marl_worlds import Environment, agent_spaces, encoders, make_world
 
 _STEP_BITS = 40  # low bits of t; the bits above are its incarnation
@@ -31,8 +31,7 @@ class TurnTaker(Actor):
     Args:
         environment: see `make_world`.
         groups: name of each agent's replay and channel.
-        networks: arguments of `make_network` without the seed, by group.
-        epsilon: that of `ValuePolicy`, by group.
+        algorithms: arguments of `algorithms.make`, by group.
         number: number of this actor.
     """
 
@@ -42,23 +41,18 @@ class TurnTaker(Actor):
         *,
         environment: Environment,
         groups: Mapping[str, str],
-        networks: Mapping[str, Mapping[str, Any]],
-        epsilon: Mapping[str, tuple[float, float, int]],
+        algorithms: Mapping[str, Mapping[str, Any]],
         number: int = 0,
     ) -> None:
         super().__init__(context)
-        torch.set_num_threads(context.spec.threads)
         self.env = make_world(environment)
         self._encoders, self._spaces = encoders(self.env), agent_spaces(self.env)
         self.random = np.random.default_rng(context.seed)
-        self._policies = policies(context, groups, networks, epsilon)
+        self._acting = acting(context, groups, algorithms)
         self._rows = {agent: context.replay(group).stream() for agent, group in groups.items()}
-        self._seen = {
-            agent: FrameStack(networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()
-        }
+        self._seen = {agent: _stack(each) for agent, each in self._acting.items()}
         # A number for each agent of each world: only rows of the same agent and world follow each other.
         self._numbers = {agent: each for each, agent in enumerate(groups, number * len(groups))}
-        self._on_policy = {agent for agent, group in groups.items() if networks[group]["algorithm"] == ON_POLICY}
         self._pending: dict[str, dict[str, Any]] = {}
         self._totals = dict.fromkeys(groups, 0.0)
         self._gaps = dict.fromkeys(groups, 0)  # added to an agent's t: one for each time that it left
@@ -89,8 +83,8 @@ class TurnTaker(Actor):
         self._gaps.update(state["gaps"])
 
     def close(self) -> None:
-        for policy in self._policies.values():
-            policy.close()
+        for each in self._acting.values():
+            each.policy.close()
         self.env.close()
 
     def _begin(self) -> None:
@@ -107,7 +101,9 @@ class TurnTaker(Actor):
 
     def _take_turn(self, agent: str) -> None:
         observed, reward, terminated, truncated, _ = self.env.last()
-        frame, on_policy = self._encoders[agent].row(observed), agent in self._on_policy
+        acting = self._acting[agent]
+        algorithm = acting.algorithm
+        frame, on_policy = self._encoders[agent].row(observed), algorithm.on_policy
         stacked = self._seen[agent].add(frame)
         over = bool(terminated or truncated)
         if agent in self._pending:
@@ -126,11 +122,18 @@ class TurnTaker(Actor):
             self._gaps[agent] += 1
             self.env.step(None)
             return
-        action, chosen = self._policies[agent].act(stacked, self.random)
+        progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
+        if explores := algorithm.exploration(progress):
+            self.context.metrics(**explores)
+        actions, columns = algorithm.explore(acting.outputs(stacked), self.random, progress)
+        action = int(actions[0])
+        written = {"action": action, **{name: column[0] for name, column in columns.items()}}
         if on_policy:
-            t = self._t + self._gaps[agent]
-            chosen = {**chosen, "environment": self._numbers[agent], "t": t}
-        self._pending[agent] = {"observation": stacked.copy() if on_policy else frame, "action": action, **chosen}
+            written |= {"environment": self._numbers[agent], "t": self._t + self._gaps[agent]}
+            written |= {"observation": stacked.copy(), "updates": acting.policy.updates}
+        else:
+            written["observation"] = frame
+        self._pending[agent] = written
         self.env.step(action + self._spaces[agent].first)
 
     def _end(self) -> None:
@@ -139,12 +142,16 @@ class TurnTaker(Actor):
         self.context.episode(total=float(np.mean(list(self._totals.values()))), length=self._turns, **each)
 
 
+def _stack(acting: Acting) -> FrameStack:
+    (leaf,) = acting.algorithm.spec.inputs
+    return FrameStack(leaf.shape, leaf.dtype)
+
+
 class PlayingEvaluator(Evaluator):
     """The evaluator role: plays whole episodes with the newest policies, the same episodes every time.
 
     Args:
-        episodes: number of episodes.
-        epsilon: that of `ValuePolicy`, by group; other policies draw their actions as in training.
+        episodes: number of episodes. Actions are explored as at the end of the training.
     """
 
     def __init__(
@@ -153,27 +160,28 @@ class PlayingEvaluator(Evaluator):
         *,
         environment: Environment,
         groups: Mapping[str, str],
-        networks: Mapping[str, Mapping[str, Any]],
+        algorithms: Mapping[str, Mapping[str, Any]],
         episodes: int,
-        epsilon: Mapping[str, tuple[float, float, int]],
     ) -> None:
         super().__init__(context)
-        torch.set_num_threads(context.spec.threads)
         self._env = make_world(environment)
         self._encoders, self._spaces = encoders(self._env), agent_spaces(self._env)
-        self._policies = policies(context, groups, networks, epsilon)
-        self._frames = {agent: (networks[group]["shape"], networks[group]["dtype"]) for agent, group in groups.items()}
-        self._actions = {agent: int(networks[group]["actions"]) for agent, group in groups.items()}
+        self._acting = acting(context, groups, algorithms)
         self._episodes = episodes
         self._random_play: dict[str, float] | None = None
 
     def evaluate(self) -> Mapping[str, float]:
         if self._random_play is None:
-            self._random_play = self._play(lambda agent, seen, random: int(random.integers(self._actions[agent])))
-        learned = self._play(lambda agent, seen, random: self._policies[agent].play(seen, random))
+            actions = {agent: each.algorithm.spec.action.size for agent, each in self._acting.items()}
+            self._random_play = self._play(lambda agent, seen, random: int(random.integers(actions[agent])))
+        learned = self._play(self._explored)
         numbers = {f"return_{agent}": total for agent, total in learned.items()}
         numbers |= {f"random_{agent}": total for agent, total in self._random_play.items()}
         return {"return": float(np.mean(list(learned.values()))), **numbers}
+
+    def _explored(self, agent: str, stacked: Observation, random: np.random.Generator) -> int:
+        each = self._acting[agent]
+        return int(each.algorithm.explore(each.outputs(stacked), random, Progress(1, 1))[0][0])
 
     def _play(self, choose: Callable[[str, Observation, np.random.Generator], int]) -> dict[str, float]:
         """Return the mean returns over the episodes, by agent.
@@ -182,11 +190,11 @@ class PlayingEvaluator(Evaluator):
         in advance.
         """
         seeds = np.random.default_rng(self.context.plan.seed).integers(2**31, size=(self._episodes, 2))
-        totals = dict.fromkeys(self._policies, 0.0)
+        totals = dict.fromkeys(self._acting, 0.0)
         for world, actions in seeds.tolist():
             self._env.reset(seed=world)
             random = np.random.default_rng(actions)
-            seen = {agent: FrameStack(*frames) for agent, frames in self._frames.items()}
+            seen = {agent: _stack(each) for agent, each in self._acting.items()}
             for agent in self._env.agent_iter():
                 observation, reward, terminated, truncated, _ = self._env.last()
                 totals[agent] += number(reward, f"the reward of {agent}") / self._episodes

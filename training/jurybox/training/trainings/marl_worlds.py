@@ -19,7 +19,7 @@ from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.training.replay import Field
 from jurybox.training.runtime.plan import ConfigError, load
-from jurybox.training.spaces import StrangeObservation, converted, short
+from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf, StrangeObservation, converted, short
 
 Observation = npt.NDArray[Any]
 Environment = tuple[str, Mapping[str, Any]]
@@ -147,6 +147,11 @@ class AgentSpaces:
                 "wrapper of the environment"
             )
         return cls(shape, dtype, binary, scale, int(does.n), int(does.start))
+
+    def spec(self, stack: int) -> AgentSpec:
+        """What a policy gets and chooses that sees so many rows at once, (stack, ...)."""
+        leaf = Leaf(ALONE, (stack, *self.shape), self.dtype, scale=self.scale)
+        return AgentSpec((leaf,), ActionSpec(True, self.actions, self.first))
 
     @property
     def field(self) -> Field:
