@@ -9,10 +9,9 @@ import pytest
 from gymnasium import spaces
 
 from jurybox.training.contract import ContractBroken
+from jurybox.training.environments.gymnasium_env import GymEnvs
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError
-from jurybox.training.trainings.gym import GymTraining
-from jurybox.training.trainings.gym_actor import Envs
 from jurybox.training.trainings.marl import MarlTraining
 from jurybox.training.trainings.marl import plan as marl_plan
 
@@ -66,7 +65,7 @@ OBSERVED = [
 def test_a_wrong_reset(monkeypatch, begins, told) -> None:
     monkeypatch.setattr(Says, "begins", begins)
     with pytest.raises(ContractBroken, match=told):
-        Envs(GymTraining(env=f"{__name__}:Says"), 1, clips=True).begin(0, 0)
+        GymEnvs(1, f"{__name__}:Says", {}, clips=True).begin(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +84,20 @@ def test_a_wrong_reset(monkeypatch, begins, told) -> None:
     ],
 )
 def test_a_wrong_step(monkeypatch, steps, told) -> None:
-    envs = Envs(GymTraining(env=f"{__name__}:Says"), 1, clips=True)
+    envs = GymEnvs(1, f"{__name__}:Says", {}, clips=True)
     envs.begin(0, 0)
     monkeypatch.setattr(Says, "steps", steps)
     with pytest.raises(ContractBroken, match=told):
-        envs.step(0, 1)
+        envs.step(np.array([1]))
 
 
 def test_numbers_of_every_kind_are_rewards(monkeypatch) -> None:
-    envs = Envs(GymTraining(env=f"{__name__}:Says"), 1, clips=True)
+    envs = GymEnvs(1, f"{__name__}:Says", {}, clips=True)
     envs.begin(0, 0)
     for reward in (1, 1.0, True, np.float32(1), np.int8(1), np.array(1.0)):
         monkeypatch.setattr(Says, "steps", said(1, reward))
-        assert envs.step(0, 1)[1:] == (1.0, False, False)
+        (result,) = envs.step(np.array([1])).results
+        assert result[1:4] == ([1.0], [False], [False])
 
 
 @pytest.mark.parametrize(

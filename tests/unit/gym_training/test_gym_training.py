@@ -235,7 +235,7 @@ def ppo_run():
 
             def act(rows, updates):
                 for _ in range(rows):
-                    shared.replay("rows").add(
+                    shared.replay("policy").add(
                         observation=rng.normal(size=4).astype(np.float32), action=int(rng.integers(2)), reward=1.0,
                         terminated=False, next_observation=np.zeros(4, np.float32), log_prob=float(np.log(0.5)),
                         ended=False, environment=0, t=next(moments), updates=updates,
@@ -252,9 +252,9 @@ def test_a_resumed_ppo_learner_takes_the_rows_that_workers_added_before_it_was_r
     act(5, updates=0)
     state = turn.role.save()  # which holds them
     act(2, updates=0)  # a worker's last rows, before the replay itself was saved
-    shared.replay("rows").save(tmp_path / "rows")
+    shared.replay("policy").save(tmp_path / "rows")
     shared, learner, act = ppo_run()
-    shared.replay("rows").restore(tmp_path / "rows")
+    shared.replay("policy").restore(tmp_path / "rows")
     act(9, updates=0)
     resumed = learner(state).role
     assert resumed._cursor.at == state["at"] == 5
@@ -387,7 +387,7 @@ def test_an_episode_that_was_cut_is_bootstrapped_and_one_that_ended_is_not(tmp_p
         folder = tmp_path / str(terminates)
         train(s, folder, serial=True)
         newest = Checkpoints(folder / "checkpoints").latest()
-        with Replay.load(newest.folder / "replay-rows.jbr", f"cut-{algorithm}-{terminates}") as replay:
+        with Replay.load(newest.folder / "replay-policy.jbr", f"cut-{algorithm}-{terminates}") as replay:
             replay.unlink()
             batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=0.5, next=("observation",))))
             discounts[terminates] = set(batch["discount"].tolist())

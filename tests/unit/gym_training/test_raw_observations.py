@@ -17,11 +17,10 @@ from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
-from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, Observations
+from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, GymEnvs, Observations
 from jurybox.training.runtime.plan import load
 from jurybox.training.spaces import ActionSpec, AgentSpec, named
 from jurybox.training.trainings.gym import GymTraining, algorithm_of, spaces_of, train
-from jurybox.training.trainings.gym_actor import Envs
 
 INF = np.inf
 SPACES = {
@@ -106,29 +105,35 @@ def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorith
     s, found = trained(tmp_path / "run", algorithm, space, **changes)
     _, spec = spaces_of(s)
     made = make(**algorithm_of(s, spec))
-    clips = made.chooses[1] == "clip"
     state = as_tensors(read_state(found.where / "weights-policy.state")["state"])
     drawn = torch.Generator().manual_seed(0)  # after so short a training all observations get nearly the same outputs
     state = {name: torch.randn(value.shape, generator=drawn) * 0.2 for name, value in state.items()}
 
-    # In a worker: rows.
-    envs = Envs(s, 6, clips=clips)
+    # From rows, as a learner.
+    envs = GymEnvs(6, s.env, s.env_args, clips=made.chooses[1] == "clip")
     for number in range(6):
         envs.begin(number, number)
+    observation, rows = envs.waiting()[1:]
     network = made.network()
     network.load_state_dict(state)
     with torch.inference_mode():
-        given = network(torch.from_numpy(envs.rows))
+        given = network(torch.from_numpy(rows))
     each = given if isinstance(given, tuple) else (given,)
     outputs = {name: part.numpy() for name, part in zip(made.outputs, each, strict=True)}
     chosen = made.greedy(outputs)
-    expected = [(envs.actions.clipped if clips else envs.actions.chosen)(one) for one in chosen]
+    expected = [envs.to_env(one) for one in chosen]
 
-    # On a server: what the environment gave, by name.
+    # In a worker and on a server: what the environment gave, by name.
+    worker = raw_network(make(**algorithm_of(s, spec)))
+    worker.load_state_dict(state)
+    with torch.inference_mode():
+        given = worker(*(torch.from_numpy(observation[leaf.name]) for leaf in spec.inputs))
+    for part, values in zip(given if isinstance(given, tuple) else (given,), outputs.values(), strict=True):
+        np.testing.assert_allclose(part.numpy(), values, rtol=1e-4, atol=1e-5)
     served = load(found.acts.network)(**json.loads(json.dumps(found.acts.arguments)))
     served.module.load_state_dict(state)
     with InprocServer({"policy": served}) as server:
-        reply = server.model("policy").infer(dict(envs.inputs))
+        reply = server.model("policy").infer(dict(observation))
         answers = reply if isinstance(reply, Mapping) else {next(iter(served.outputs)): reply}
         for name, values in outputs.items():
             np.testing.assert_allclose(answers[name], values, rtol=1e-4, atol=1e-5)

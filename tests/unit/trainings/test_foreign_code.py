@@ -15,9 +15,9 @@ from gymnasium import spaces
 from tests.serving import START
 
 from jurybox.training.contract import ContractBroken
+from jurybox.training.roles import evaluation
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.turns import RoleExited
-from jurybox.training.trainings import gym_actor
 from jurybox.training.trainings.gym import GymTraining, train
 
 SMALL = {"n_steps": 8, "batch_size": 4, "n_epochs": 1, "hidden": (8,), "steps": 16, "evaluation_episodes": 1}
@@ -63,7 +63,7 @@ def test_an_environment_that_exits_where_it_is_made_cannot_be_made(tmp_path) -> 
 
 
 def test_an_evaluation_does_not_wait_for_an_episode_that_does_not_end(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(gym_actor, "_ENDLESS", 50)
+    monkeypatch.setattr(evaluation, "_ENDLESS", 50)
     monkeypatch.setattr(Foreign, "step", lambda self, action: (np.zeros(2, np.float32), 0.0, False, False, {}))
     with pytest.raises(ContractBroken, match="has not ended after 50 steps: set max_episode_steps"):
         train(settings(), tmp_path / "endless", serial=True)

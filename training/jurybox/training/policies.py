@@ -30,6 +30,8 @@ from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
 from jurybox.training.contract import begun, stepped
+from jurybox.training.environments.adapter import Moved, Result, Waiting
+from jurybox.training.roles.evaluation import Episode, play_episodes
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
 from jurybox.training.spaces import StrangeObservation, converted, named
 
@@ -453,14 +455,6 @@ def _digest(state: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """A finished episode: its return and its number of steps."""
-
-    total: float
-    length: int
-
-
 def play(
     policy: Policy,
     episodes: int,
@@ -483,25 +477,48 @@ def play(
     Raises:
         PolicyError: frames are requested, but the environment does not render any.
     """
-    played = []
     drawn = torch.random.fork_rng(devices=[])  # leaves the caller's random state unchanged
     with drawn, policy.environment(changes, render=frame is not None) as environment:
-        for number in range(episodes):
-            torch.manual_seed(seed + number)
-            seen, _ = begun(environment.reset(seed=seed + number))
-            total, length, over = 0.0, 0, False
-            while not over:
-                interrupts.check()
-                if frame is not None:
-                    frame(_picture(environment))
-                action = _as_action(policy.act(seen), getattr(environment, "action_space", None))
-                seen, reward, terminated, truncated, _ = stepped(environment.step(action))
-                total, length, over = total + reward, length + 1, terminated or truncated
+        one = _OneEnvironment(environment)
+
+        def chosen(waiting: Waiting) -> Array:
             if frame is not None:
                 frame(_picture(environment))
-            played.append(Episode(total, length))
-            ended(played[-1])
-    return played
+            return policy.act(waiting.observation)[None]
+
+        def over(episode: Episode) -> None:
+            if frame is not None:
+                frame(_picture(environment))
+            ended(episode)
+
+        return play_episodes(one, range(seed, seed + episodes), chosen, ended=over, alive=interrupts.check)
+
+
+class _OneEnvironment:
+    """An environment as an `Adapter`: its observation as it gives it, actions in its own unit."""
+
+    name, bound, n, agents = "the environment", "bound them in a wrapper", 1, ("",)
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._seen: Any = None
+
+    def begin(self, environment: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._seen, _ = begun(self._environment.reset(seed=seed))
+
+    def waiting(self) -> Waiting:
+        return Waiting("", self._seen, np.zeros(0))
+
+    def step(self, actions: Array) -> Moved:
+        action = _as_action(actions[0], getattr(self._environment, "action_space", None))
+        self._seen, reward, terminated, truncated, info = stepped(self._environment.step(action))
+        flags = (np.array([each]) for each in (terminated, truncated))
+        result = Result("", np.array([reward]), *flags, np.zeros(0), [info])
+        return Moved([result], 1, [0] if terminated or truncated else [])
+
+    def close(self) -> None:
+        self._environment.close()
 
 
 def _as_action(action: Array, space: Any) -> Any:

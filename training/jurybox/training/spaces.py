@@ -135,6 +135,12 @@ class ActionSpec:
         """Whether all bounds are finite."""
         return all(map(math.isfinite, (*self.low, *self.high)))
 
+    def sample(self, rng: np.random.Generator, n: int) -> Array:
+        """Draw `n` actions as a policy chooses them: numbers of actions, or float32 (n, size) in [-1, 1]."""
+        if self.discrete:
+            return rng.integers(self.size, size=n)
+        return rng.uniform(-1, 1, (n, self.size)).astype(np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:

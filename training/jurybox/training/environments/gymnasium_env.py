@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from jurybox.protocol.errors import missing_name
+from jurybox.training.contract import ContractBroken, begun, stepped
+from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import ActionSpec, Leaf, StrangeObservation, name_of
 
@@ -364,3 +367,92 @@ def played_environment(
     """Make the environment in which a trained policy plays. A factory gets `render_mode` if one is set."""
     given = dict(arguments) if render_mode is None else {**arguments, "render_mode": render_mode}
     return make_environment(name, given, max_episode_steps)
+
+
+def _foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call a method of an environment, in its own defaults of torch.
+
+    Raises:
+        ContractBroken: an import failed in it; it is no package of ours that is missing.
+    """
+    try:
+        if own_defaults.differ or method.__name__ != "step":  # it may change them when it is made or reset
+            with own_defaults:
+                return method(*given, **named)
+        return method(*given, **named)
+    except ImportError as error:
+        what = f"the environment's {method.__name__} raised {type(error).__name__}: {error}"
+        raise ContractBroken(what) from error
+
+
+class GymEnvs:
+    """Gymnasium environments of one agent, as an `Adapter`.
+
+    Args:
+        n: how many.
+        env, env_args, max_episode_steps: see `make_environment`.
+        clips: whether numbers are actions in the environment's own unit, cut off at their bounds; else they are in
+            [-1, 1], and scaled.
+
+    Attributes:
+        to_env: the environment's action for one that an algorithm chooses.
+
+    Raises:
+        EnvironmentUnusable: the environment cannot be made, or has unsupported spaces.
+    """
+
+    agents = ("",)
+    bound = "set max_episode_steps, which bounds them (as high as you like)"
+
+    def __init__(
+        self, n: int, env: str, env_args: Mapping[str, Any], max_episode_steps: int | None = None, *, clips: bool
+    ) -> None:
+        self.n, self.name = n, env
+        with ExitStack() as undo:
+            self.envs: list[Environment] = []
+            for _ in range(n):
+                self.envs.append(make_environment(env, env_args, max_episode_steps))
+                undo.callback(self.envs[-1].close)
+            self._observations = Observations(self.envs[0].observation_space)
+            actions = Actions(self.envs[0].action_space)
+            self._resources = undo.pop_all()
+        self.to_env = actions.clipped if clips else actions.chosen
+        seen = self._observations.seen
+        self._rows = np.zeros((n, seen.size), seen.dtype)
+        self._inputs = {leaf.name: np.zeros((n, *leaf.shape), leaf.dtype) for leaf in seen.inputs}
+        self._running = np.zeros(n, np.bool_)
+
+    def begin(self, environment: int, seed: int) -> None:
+        """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
+        self._observe(environment, begun(_foreign(self.envs[environment].reset, seed=seed))[0])
+        self._running[environment] = True
+
+    def waiting(self) -> Waiting:
+        """What all environments observe."""
+        return Waiting("", self._inputs, self._rows.copy())
+
+    def step(self, actions: Array) -> Moved:
+        """Make a step in each environment whose episode is not over. Raises ContractBroken, see `begin`."""
+        reward, terminated, truncated = np.zeros(self.n), np.zeros(self.n, np.bool_), np.zeros(self.n, np.bool_)
+        infos: list[Mapping[str, Any]] = [{}] * self.n
+        running = np.flatnonzero(self._running).tolist()
+        for number in running:
+            action = self.to_env(actions[number])
+            observation, reward[number], terminated[number], truncated[number], infos[number] = stepped(
+                _foreign(self.envs[number].step, action)
+            )
+            self._observe(number, observation)
+        ended = terminated | truncated
+        self._running &= ~ended
+        result = Result("", reward, terminated, truncated, self._rows.copy(), infos)
+        return Moved((result,), len(running), np.flatnonzero(ended).tolist())
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._resources.close()
+
+    def _observe(self, number: int, observation: Any) -> None:
+        found = self._observations.inputs(observation)
+        for name, value in found.items():
+            self._inputs[name][number] = value
+        self._rows[number] = self._observations.packed(found)

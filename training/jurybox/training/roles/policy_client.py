@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 from jurybox.training.algorithms.base import Algorithm, Arrays
+from jurybox.training.algorithms.registry import make
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 
-__all__ = ["PolicyClient", "policy_client"]
+__all__ = ["Player", "PolicyClient", "players", "policy_client"]
 
 
 class PolicyClient(Protocol):
@@ -47,3 +49,32 @@ def policy_client(
     from jurybox.training.roles.local_policy import LocalPolicy
 
     return LocalPolicy(context, channel, algorithm)
+
+
+class Player(NamedTuple):
+    """What chooses an agent's actions."""
+
+    algorithm: Algorithm
+    policy: PolicyClient
+
+
+def players(
+    context: RoleContext,
+    policies: Mapping[str, str],
+    algorithms: Mapping[str, Mapping[str, Any]],
+    *,
+    rows: int,
+    max_lag: int | None = None,
+) -> dict[str, Player]:
+    """Return what chooses each agent's actions; agents with the same policy share it.
+
+    Args:
+        policies: by agent, the name of its policy, which is also its channel.
+        algorithms: by policy, arguments of `algorithms.make`.
+        rows, max_lag: see `policy_client`.
+    """
+    made = {}
+    for name in dict.fromkeys(policies.values()):
+        algorithm = make(**algorithms[name])
+        made[name] = Player(algorithm, policy_client(context, name, algorithm, rows=rows, max_lag=max_lag))
+    return {agent: made[name] for agent, name in policies.items()}

@@ -1,7 +1,6 @@
 """The training of any Gymnasium environment, `jurybox train gym`: settings, plan, run and report.
 
-Roles import this module for its settings. So packages that only the run needs (torch, plots) are imported where they
-are used.
+Packages that only the run needs (torch, plots) are imported where they are used.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ if TYPE_CHECKING:
     from jurybox.training.runtime.serving import ServedModels
     from jurybox.training.trainings.recorded_run import RecordingOptions
 
-ROWS, CHANNEL = "rows", "policy"  # names of the plan's replay and channel
+NAME = "policy"  # of the policy: of its replay and its channel
 MODEL = "policy/gym"
 
-_ACTOR = "jurybox.training.trainings.gym_actor"
+_ADAPTER = "jurybox.training.environments.gymnasium_env:GymEnvs"
 _ROLES = "jurybox.training.roles"
 _FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"  # of built-in algorithms; servers allow it
 _OWN_FACTORY = "jurybox.training.algorithms.served:policy"
@@ -295,8 +294,16 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     on_policy, pace = algorithm.on_policy, settings.pace
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
-    options = {"settings": settings.model_dump(mode="json"), "algorithm": made_of}
-    learner: dict[str, Any] = {"replay": ROWS, "algorithm": made_of, "envs": settings.envs, "device": settings.device}
+    values = settings.model_dump(mode="json")
+    arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")}
+    played = {
+        "adapter": _ADAPTER,
+        "arguments": {**arguments, "clips": algorithm.chooses[1] == "clip"},
+        "policies": {"": NAME},
+        "algorithms": {NAME: made_of},
+    }
+    acts = {**played, "n": settings.envs_per_worker, "max_lag": 0 if on_policy else settings.max_lag}
+    learner: dict[str, Any] = {"replay": NAME, "algorithm": made_of, "envs": settings.envs, "device": settings.device}
     try:
         acting = tried(algorithm, np.zeros((2, seen.size), seen.dtype))
     except AlgorithmUnusable as error:
@@ -314,7 +321,9 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     return Plan(
         roles=(
             *(
-                RoleSpec(f"actor-{number}", Kind.ACTOR, f"{_ACTOR}:GymActor", options, writes=(ROWS,), reads=(CHANNEL,))
+                RoleSpec(
+                    f"actor-{number}", Kind.ACTOR, f"{_ROLES}.env_actor:EnvActor", acts, writes=(NAME,), reads=(NAME,)
+                )
                 for number in range(settings.workers)
             ),
             RoleSpec(
@@ -322,22 +331,22 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
                 Kind.LEARNER,
                 f"{_ROLES}.{'on_policy:OnPolicyLearner' if on_policy else 'off_policy:OffPolicyLearner'}",
                 learner,
-                samples=(ROWS,),
-                publishes=CHANNEL,
+                samples=(NAME,),
+                publishes=NAME,
                 publish_every=1 if on_policy else settings.replayed.publish_interval,
             ),
             RoleSpec(
                 "evaluator",
                 Kind.EVALUATOR,
-                f"{_ACTOR}:GymEvaluator",
-                options,
-                reads=(CHANNEL,),
+                f"{_ROLES}.evaluation:EnvEvaluator",
+                {**played, "episodes": settings.evaluation_episodes, "bound": settings.max_episode_steps},
+                reads=(NAME,),
                 evaluate_every=every,
                 nice=_EVALUATOR_NICE,
             ),
         ),
-        replays=(ReplaySpec(ROWS, capacity, columns, episodes=None if on_policy else Episodes()),),
-        channels=(ChannelSpec(CHANNEL, WeightsLayout.of(acting.state_dict())),),
+        replays=(ReplaySpec(NAME, capacity, columns, episodes=None if on_policy else Episodes()),),
+        channels=(ChannelSpec(NAME, WeightsLayout.of(acting.state_dict())),),
         pace=pace,
         budget=Budget(settings.steps, settings.seconds),
         timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT),
@@ -347,7 +356,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         else settings.checkpoint_every,
         log_every=settings.log_every,
         best="return",
-        server=None if served is None else served.feed({CHANNEL: MODEL}),
+        server=None if served is None else served.feed({NAME: MODEL}),
         policy=description(settings, made_of),
     )
 
@@ -359,11 +368,11 @@ def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, 
     output, how = make(**made_of).chooses
     action = AgentSpec.of(made_of["spec"]).action
     low, high = ([each if math.isfinite(each) else None for each in bounds] for bounds in (action.low, action.high))
-    weights = f"weights-{CHANNEL}.state"
+    weights = f"weights-{NAME}.state"
     acts = Acts(factory_of(settings), made_of, weights, output, how, low=low, high=high, first=action.start)
     return Description(
         "gym",
-        {CHANNEL: acts},
+        {NAME: acts},
         "jurybox.training.environments.gymnasium_env:played_environment",
         {"name": settings.env, "arguments": settings.env_args, "max_episode_steps": settings.max_episode_steps},
         settings.model_dump(mode="json"),

@@ -1,0 +1,95 @@
+"""What plays in environments asks of them: one interface, whether Gymnasium's or PettingZoo's.
+
+An adapter holds `n` environments of one kind, each with the same agents. One agent at a time acts, in all of them; an
+environment whose episode is over rests until the next is begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Adapter", "Moved", "Result", "Waiting"]
+
+Array = npt.NDArray[Any]
+
+
+class Waiting(NamedTuple):
+    """The agent whose turn it is.
+
+    Attributes:
+        agent: its name; "" if there is one alone.
+        observation: (n, ...) by input, as the environments gave them; valid until the next step.
+        rows: (n, ...) the same as a replay holds it.
+    """
+
+    agent: str
+    observation: Mapping[str, Any]
+    rows: Array
+
+
+class Result(NamedTuple):
+    """What came of an agent's last action; of an agent that has not acted yet, of what the others did.
+
+    Attributes:
+        reward: float64 (n,); 0 in environments that rest.
+        terminated, truncated: bool (n,), the agent's own episode.
+        rows: (n, ...) what it observes now, as a replay holds it.
+        infos: of each environment.
+    """
+
+    agent: str
+    reward: npt.NDArray[np.float64]
+    terminated: npt.NDArray[np.bool_]
+    truncated: npt.NDArray[np.bool_]
+    rows: Array
+    infos: Sequence[Mapping[str, Any]]
+
+
+class Moved(NamedTuple):
+    """What happened until the next agent's turn.
+
+    Attributes:
+        results: in order.
+        steps: environment steps that were completed; where agents take turns, a step is a turn of all.
+        over: environments whose episodes are over for all agents.
+    """
+
+    results: Sequence[Result]
+    steps: int
+    over: Sequence[int]
+
+
+class Adapter(Protocol):
+    """`n` environments. A module's callable makes one: ``make(n=..., **arguments)``."""
+
+    @property
+    def name(self) -> str:
+        """What messages call the environment."""
+
+    @property
+    def bound(self) -> str:
+        """What to do if its episodes do not end, for messages."""
+
+    @property
+    def n(self) -> int:
+        """Number of environments."""
+
+    @property
+    def agents(self) -> Sequence[str]:
+        """Names of the agents."""
+
+    def begin(self, environment: int, seed: int) -> None:
+        """Begin an episode. Raises ContractBroken: the environment did not return what it has to."""
+
+    def waiting(self) -> Waiting:
+        """Return the agent whose turn it is; all environments have been begun at least once."""
+
+    def step(self, actions: Array) -> Moved:
+        """Let that agent act: actions (n, ...), as an algorithm chooses them. Raises ContractBroken, see `begin`."""
+
+    def close(self) -> None:
+        """Close the environments."""

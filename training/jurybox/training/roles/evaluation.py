@@ -1,0 +1,162 @@
+"""Evaluations: whole episodes of fixed seeds. One loop plays them, for evaluators and for `jurybox policy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jurybox.training.algorithms.base import Array, Progress
+from jurybox.training.contract import ContractBroken
+from jurybox.training.environments.adapter import Adapter, Waiting
+from jurybox.training.roles.policy_client import players
+from jurybox.training.runtime.plan import load
+from jurybox.training.runtime.role_context import Evaluator, RoleContext
+
+__all__ = ["EnvEvaluator", "Episode", "play_episodes"]
+
+Chooses = Callable[[Waiting], Array]
+
+_SEED = 1_000_003  # makes the episodes of evaluations different from those of the training
+_ENDLESS = 100_000  # steps after which an evaluation's episode counts as endless, if nothing bounds it
+_SIDE_BY_SIDE = 10  # maximum number of parallel environments of the evaluator
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode.
+
+    Attributes:
+        total: its return; of several agents the mean.
+        length: its number of steps.
+        totals: the return of each agent.
+    """
+
+    total: float
+    length: int
+    totals: Mapping[str, float] = field(default_factory=dict)
+
+
+def play_episodes(
+    adapter: Adapter,
+    seeds: Sequence[int],
+    choose: Chooses,
+    *,
+    begins: Callable[[int], None] = lambda episode: None,
+    ended: Callable[[Episode], None] = lambda episode: None,
+    alive: Callable[[], None] = lambda: None,
+    most: int | None = None,
+) -> list[Episode]:
+    """Play an episode of each seed, side by side as far as the adapter has environments; return them in this order.
+
+    Which episodes an environment plays is fixed beforehand, so that short ones are not played more often.
+
+    Args:
+        choose: actions (n, ...) for the agent that waits.
+        begins: called with an episode's number before it begins. ended: called with each that ended.
+        alive: called after every step.
+        most: steps after which an episode counts as endless; None: it may take as many as it likes.
+
+    Raises:
+        ContractBroken: an episode has not ended.
+    """
+    n, count = adapter.n, len(seeds)
+    totals = {agent: np.zeros(count) for agent in adapter.agents}
+    lengths = np.zeros(count, np.int64)
+    playing = dict(enumerate(range(min(n, count))))  # by environment, the number of its episode
+    found: dict[int, Episode] = {}
+    for number, episode in playing.items():
+        begins(episode)
+        adapter.begin(number, seeds[episode])
+    while playing:
+        moved = adapter.step(choose(adapter.waiting()))
+        numbers, episodes = list(playing), list(playing.values())
+        for result in moved.results:
+            totals[result.agent][episodes] += result.reward[numbers]
+        if moved.steps:
+            lengths[episodes] += 1
+        for number in moved.over:
+            episode = playing.pop(number)
+            each = {agent: float(total[episode]) for agent, total in totals.items()}
+            found[episode] = Episode(float(np.mean(list(each.values()))), int(lengths[episode]), each)
+            ended(found[episode])
+            if episode + n < count:
+                playing[number] = episode + n
+                begins(episode + n)
+                adapter.begin(number, seeds[episode + n])
+        if most is not None and playing and (taken := int(lengths[list(playing.values())].max())) >= most:
+            raise ContractBroken(f"an episode of {adapter.name} has not ended after {taken:,} steps: {adapter.bound}")
+        alive()
+    return [found[episode] for episode in range(count)]
+
+
+class EnvEvaluator(Evaluator):
+    """The evaluator role: plays the same whole episodes each time. The mean return selects the best weights.
+
+    Args:
+        adapter: "package.module:callable" that makes an `Adapter`, called with `n` and the `arguments`.
+        policies: by agent, the channel of its policy.
+        algorithms: by channel, arguments of `algorithms.make`.
+        episodes: of an evaluation.
+        bound: steps that an episode has at most, if the settings say so.
+        explore: whether actions are explored as at the end of the training; else without exploration.
+        against_random: whether the same episodes are once played at random: numbers random_AGENT.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        adapter: str,
+        arguments: Mapping[str, Any],
+        policies: Mapping[str, str],
+        algorithms: Mapping[str, Mapping[str, Any]],
+        episodes: int,
+        side_by_side: int = _SIDE_BY_SIDE,
+        bound: int | None = None,
+        explore: bool = False,
+        against_random: bool = False,
+    ) -> None:
+        super().__init__(context)
+        n = min(side_by_side, episodes)
+        self._adapter: Adapter = load(adapter)(n=n, **arguments)
+        self._players = players(context, policies, algorithms, rows=n)
+        self._explores, self._against_random, self._bound = explore, against_random, bound
+        self._seeds = np.random.default_rng((_SEED, context.plan.seed)).integers(2**31, size=episodes).tolist()
+        self._rng = np.random.default_rng(0)
+        self._random_play: list[Episode] = []
+
+    def evaluate(self) -> Mapping[str, float]:
+        if self._against_random and not self._random_play:
+            self._random_play = self._play(self._random)
+        played = self._play(self._chosen)
+        returns, lengths = np.array([each.total for each in played]), np.array([each.length for each in played])
+        numbers = {"return": float(returns.mean()), "return_std": float(returns.std()), "length": float(lengths.mean())}
+        for name, episodes in (("return", played), ("random", self._random_play)):
+            for agent in self._adapter.agents:
+                if agent and episodes:
+                    numbers[f"{name}_{agent}"] = float(np.mean([each.totals[agent] for each in episodes]))
+        return numbers
+
+    def close(self) -> None:
+        self._adapter.close()
+
+    def _play(self, choose: Chooses) -> list[Episode]:
+        most = max(_ENDLESS, self._bound or 0)
+        return play_episodes(
+            self._adapter, self._seeds, choose, begins=self._begins, alive=self.context.alive, most=most
+        )
+
+    def _begins(self, episode: int) -> None:
+        # Actions are drawn anew in each episode, so that the same is drawn in it whatever happened in earlier ones.
+        self._rng = np.random.default_rng(self._seeds[episode])
+
+    def _chosen(self, waiting: Waiting) -> Array:
+        algorithm, policy = self._players[waiting.agent]
+        outputs = policy.outputs(waiting.observation)
+        return algorithm.explore(outputs, self._rng, Progress(1, 1))[0] if self._explores else algorithm.greedy(outputs)
+
+    def _random(self, waiting: Waiting) -> Array:
+        return self._players[waiting.agent].algorithm.spec.action.sample(self._rng, self._adapter.n)
