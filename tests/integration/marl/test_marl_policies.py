@@ -10,12 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from jurybox.training import interrupts
+from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
+from jurybox.training.environments.one_agent import AgentEnv
 from jurybox.training.policies import Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import policy
-from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.run import run
 from jurybox.training.trainings.marl import MarlTraining, plan
-from jurybox.training.trainings.marl_agent_env import AgentEnv
 
 KINDS = {"a": "float32", "b": "discrete", "c": "discrete", "d": "uint8"}
 
@@ -119,5 +119,5 @@ def test_a_description_names_all_files_of_a_checkpoint(folder):
     for place in (folder / "checkpoints").glob("step-*"):
         description = json.loads((place / "policy.json").read_text())
         assert all((place / acts["weights"]).is_file() for acts in description["policies"].values())
-    with pytest.raises(ConfigError, match="others = 'bold'"):
+    with pytest.raises(EnvironmentUnusable, match="others = 'bold'"):
         AgentEnv("tests.integration.marl.worlds:Kinds", {"kinds": KINDS}, "a", {"a": "a"}, {}, {}, others="bold")

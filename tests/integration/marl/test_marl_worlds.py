@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
-from pettingzoo.utils.conversions import parallel_to_aec
 from tests.integration.marl.worlds import SPACES, Kinds
 
-from jurybox.training.algorithms.registry import make
 from jurybox.training.checkpoints import Checkpoints
+from jurybox.training.environments.pettingzoo_env import AgentSpaces, ObservationEncoder, World, WorldError
 from jurybox.training.replay import Replay, Windows
+from jurybox.training.roles.evaluation import EnvEvaluator
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.settings import changes_of
 from jurybox.training.trainings.marl import ConfigError, MarlTraining, plan
-from jurybox.training.trainings.marl_policies import Acting
-from jurybox.training.trainings.marl_roles import PlayingEvaluator, TurnTaker
 from jurybox.training.trainings.marl_run import train
-from jurybox.training.trainings.marl_worlds import AgentSpaces, ObservationEncoder, WorldError, agent_spaces, encoders
 
 KINDS = f"{Kinds.__module__}:Kinds"
 DQN = {"algorithm": "dqn", "steps": 40, "learning_starts": 10, "batch_size": 8, "hidden": (8,)}
@@ -222,15 +219,14 @@ def test_environments_of_other_packages(tmp_path, environment, world, share, bas
 def test_an_agent_that_returns_starts_fresh(tmp_path, monkeypatch, base, says):
     """Its observations contain nothing of an earlier visit, and no transition joins two visits."""
     seen = {"guest": [], "host": []}
-    take_turn = TurnTaker._take_turn
+    waiting = World.waiting
 
-    def recorded(self, agent):
-        before = self._pending.get(agent)
-        take_turn(self, agent)
-        if agent in self._pending and self._pending[agent] is not before:
-            seen[agent].append(self._seen[agent].frames.copy())
+    def recorded(self):
+        found = waiting(self)
+        seen[found.agent].append(found.observation["observation"][0].copy())
+        return found
 
-    monkeypatch.setattr(TurnTaker, "_take_turn", recorded)
+    monkeypatch.setattr(World, "waiting", recorded)
     settings = MarlTraining(
         **base, environment=f"{Kinds.__module__}:Guests", world={"says": says}, log_dir=tmp_path, frames=2
     )
@@ -263,10 +259,11 @@ class Corridor(ParallelEnv):
     """Action 1 ends the episode; it has 20 steps at most."""
 
     metadata: ClassVar = {"name": "corridor", "render_modes": []}
+    seeds: ClassVar[list[int]] = []
     render_mode = None
 
     def __init__(self):
-        self.possible_agents, self.seeds = ["a"], []
+        self.possible_agents = ["a"]
 
     def observation_space(self, agent):
         return spaces.Box(0, 1, (1,), np.float32)
@@ -288,12 +285,18 @@ class Corridor(ParallelEnv):
 
 
 def test_evaluations_play_the_same_episodes_whatever_the_policy_does():
-    env, evaluator = Corridor(), PlayingEvaluator.__new__(PlayingEvaluator)
-    world = parallel_to_aec(env)
-    evaluator.context = SimpleNamespace(plan=SimpleNamespace(seed=0), alive=lambda: None)
-    evaluator._env, evaluator._encoders, evaluator._spaces = world, encoders(world), agent_spaces(world)
-    made = make("ppo", {}, agent_spaces(world)["a"].spec(1).as_dict())
-    evaluator._acting, evaluator._episodes = {"a": Acting(made, None)}, 4
+    evaluator, drawn = EnvEvaluator.__new__(EnvEvaluator), []
+    evaluator.context, evaluator._bound = SimpleNamespace(alive=lambda: None), None
+    evaluator._adapter, evaluator._seeds = World(1, f"{__name__}:Corridor", {}, {"a": 1}), [3, 1, 4, 7]
+    Corridor.seeds.clear()
     for often in (0.1, 0.5, 1.0):
-        evaluator._play(lambda agent, seen, random, often=often: int(random.random() < often))
-    assert env.seeds[:4] == env.seeds[4:8] == env.seeds[8:] and len(set(env.seeds)) == 4
+        numbers = []
+
+        def chosen(waiting, often=often, numbers=numbers):
+            numbers.append(evaluator._rng.random())
+            return np.array([int(numbers[-1] < often)])
+
+        lengths = [each.length for each in evaluator._play(chosen)]
+        drawn.append([numbers[sum(lengths[:episode])] for episode in range(4)])
+    assert Corridor.seeds == [3, 1, 4, 7] * 3
+    assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0])) == 4, "an episode's own random numbers, too"

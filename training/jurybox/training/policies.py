@@ -58,7 +58,6 @@ _CHECKPOINTS, _BEST, _PREFIX = "checkpoints", "best", "step-"
 _NETWORKS = ("jurybox.training.algorithms.served_networks", "jurybox.studies.photo.network")
 _ENVIRONMENTS = (
     "jurybox.training.environments",
-    "jurybox.training.trainings.marl_agent_env",
     *(f"jurybox.studies.{name}" for name in ("hockey.single", "hockey.parallel", "hockey.game", "hockey.original")),
     *(f"jurybox.studies.{name}" for name in ("photo.environment", "treasure", "workflow.cage", "workflow.defended")),
 )

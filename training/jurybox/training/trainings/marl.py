@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
+from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
+from jurybox.training.environments.pettingzoo_env import AgentSpaces, agent_spaces, check_names, make_world
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
 from jurybox.training.roles.on_policy import COLUMNS
@@ -29,10 +31,9 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.serving import Models, ServedModels
 from jurybox.training.runtime.settings import ServedSettings, merged
-from jurybox.training.trainings.marl_worlds import AgentSpaces, agent_spaces, check_names, make_world
 
-_ROLES = "jurybox.training.trainings.marl_roles"
-_LEARNERS = "jurybox.training.roles"
+_ROLES = "jurybox.training.roles"
+_ADAPTER = "jurybox.training.environments.pettingzoo_env:World"
 _REFINED_PPO = "jurybox.training.algorithms.ppo:RefinedPPO"
 _FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"
 ON_POLICY = "ppo"
@@ -258,13 +259,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         ConfigError: the environment cannot be created, agents that share a learner have different spaces, `share` or
             `own` names unknown agents, or a setting is set that would have no effect.
     """
-    environment = (settings.environment, settings.world_settings)
-    world = make_world(environment)
-    if not getattr(world, "possible_agents", None):
-        raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
-    check_names(settings.environment, world.possible_agents)
-    known = agent_spaces(world)
-    world.close()
+    known = _spaces(settings)
     groups = _groups(settings, list(known))
     agent_space = _of_groups(groups, known)
     of_group = {name: settings.of(name.split("+")) for name in agent_space}
@@ -295,15 +290,19 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                 for name in names
             }
         )
-    played = {"environment": environment, "groups": groups, "algorithms": algorithms}
+    stacks = {agent: of_group[group].frames for agent, group in groups.items()}
+    arguments = {"env": settings.environment, "env_args": settings.world_settings, "stacks": stacks}
+    if on_policy:
+        arguments["whole"] = list(groups)
+    played = {"adapter": _ADAPTER, "arguments": arguments, "policies": groups, "algorithms": algorithms}
     return Plan(
         roles=(
             *(
                 RoleSpec(
                     f"actor-{number}",
                     Kind.ACTOR,
-                    f"{_ROLES}:TurnTaker",
-                    {**played, "number": number},
+                    f"{_ROLES}.env_actor:EnvActor",
+                    {**played, "n": 1, "max_lag": settings.max_lag},
                     writes=names,
                     reads=names,
                 )
@@ -316,8 +315,14 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             RoleSpec(
                 "evaluator",
                 Kind.EVALUATOR,
-                f"{_ROLES}:PlayingEvaluator",
-                {**played, "episodes": settings.evaluation_episodes},
+                f"{_ROLES}.evaluation:EnvEvaluator",
+                {
+                    **played,
+                    "episodes": settings.evaluation_episodes,
+                    "side_by_side": 1,
+                    "explore": True,
+                    "against_random": True,
+                },
                 reads=names,
                 evaluate_every=settings.evaluates_every,
                 nice=settings.learner_nice,
@@ -352,6 +357,20 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
     )
 
 
+def _spaces(settings: MarlTraining) -> dict[str, AgentSpaces]:
+    """Return what each agent of the settings' environment observes and does."""
+    try:
+        world = make_world(settings.environment, settings.world_settings)
+        if not getattr(world, "possible_agents", None):
+            raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
+        check_names(settings.environment, world.possible_agents)
+        known = agent_spaces(world)
+    except EnvironmentUnusable as error:
+        raise ConfigError(str(error)) from error
+    world.close()
+    return known
+
+
 def description(
     settings: MarlTraining,
     groups: Mapping[str, str],
@@ -383,7 +402,7 @@ def description(
     }
     kept = settings.model_dump(mode="json")
     return Description(
-        "marl", policies, "jurybox.training.trainings.marl_agent_env:AgentEnv", world, kept, settings.seed
+        "marl", policies, "jurybox.training.environments.one_agent:AgentEnv", world, kept, settings.seed
     ).as_dict()
 
 
@@ -412,7 +431,7 @@ def _of_groups(groups: Mapping[str, str], known: Mapping[str, AgentSpaces]) -> d
 def _observed(space: AgentSpaces, settings: MarlTraining) -> dict[str, ReplayField]:
     """Return the fields of observations: frames, which the sampler stacks, or with PPO whole stacks."""
     if settings.algorithm != ON_POLICY:
-        return {"observation": space.field}
+        return {"observation": ReplayField(space.shape, space.dtype, stored="bits" if space.binary else None)}
     stacked = ReplayField((settings.frames, *space.shape), space.dtype)
     return {"observation": stacked, "next_observation": stacked}
 
@@ -448,7 +467,7 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
         # update old would stop at once.
         rules = {**same, "target_kl": None, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
         algorithm, own = _REFINED_PPO, {"n_steps": settings.ppo.n_steps, "rules": rules}
-        make, publish_every = f"{_LEARNERS}.on_policy:OnPolicyLearner", min(1, settings.publish_interval)
+        make, publish_every = f"{_ROLES}.on_policy:OnPolicyLearner", min(1, settings.publish_interval)
         more: dict[str, Any] = {"rollout": rollout, "max_stale": settings.ppo.max_stale}
     else:
         algorithm = settings.algorithm
@@ -458,7 +477,7 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
             "train_freq": settings.train_freq,
             "target_update_interval": settings.target_update_interval * settings.train_freq,
         }
-        make, publish_every = f"{_LEARNERS}.off_policy:OffPolicyLearner", settings.publish_interval
+        make, publish_every = f"{_ROLES}.off_policy:OffPolicyLearner", settings.publish_interval
         # The newest rows of each agent in each world have no successor yet.
         unsampled = members * (settings.n_steps + 1)
         more = {"first": max(settings.learning_starts, unsampled + 1), "stack": settings.frames, "device": device}

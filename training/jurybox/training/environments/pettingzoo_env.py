@@ -1,4 +1,4 @@
-"""The worlds of a multi-agent training: PettingZoo environments (AEC and parallel), and their observations as rows.
+"""PettingZoo environments (AEC and parallel): their agents act in turns, and their observations are rows.
 
 Networks compute in float32. A row stores an observation in its own dtype if that is not wider and torch supports it,
 otherwise as float32. So a row contains everything that the network would see.
@@ -17,12 +17,16 @@ from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
-from jurybox.training.replay import Field
-from jurybox.training.runtime.plan import ConfigError, load
+from jurybox.protocol.errors import missing_name
+from jurybox.training.contract import flag, number
+from jurybox.training.environments.adapter import Moved, Result, Waiting
+from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
+from jurybox.training.foreign import imported
 from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf, StrangeObservation, converted, short
 
+__all__ = ["AgentSpaces", "ObservationEncoder", "World", "WorldError", "agent_spaces", "check_names", "make_world"]
+
 Observation = npt.NDArray[Any]
-Environment = tuple[str, Mapping[str, Any]]
 
 _LONGEST_NAME, _FORBIDDEN = 60, frozenset("/+*\0\n")
 _KEPT_DTYPES = ("uint8", "int8", "int16", "float16", "float32")
@@ -32,30 +36,34 @@ class WorldError(ValueError):
     """An environment returned an observation outside its observation space."""
 
 
-def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
+def make_world(name: str, arguments: Mapping[str, Any]) -> AECEnv[Any, Any, Any]:
     """Create an environment whose agents take turns. In a parallel one, all act together after the last has chosen.
 
     Args:
-        environment: "package.module:callable" that returns a PettingZoo environment (AEC or parallel), and its keyword
-            arguments.
+        name: "package.module:callable" that returns a PettingZoo environment (AEC or parallel).
+        arguments: its keyword arguments.
 
     Raises:
-        ConfigError: the environment cannot be created, or is neither.
+        EnvironmentUnusable: the environment cannot be created, or is neither.
     """
-    name, settings = environment
+    module, _, attribute = name.partition(":")
     try:
-        made = load(name)(**settings)
-    except ConfigError:
+        found: Any = imported(module)
+        factory = getattr(found, attribute, None)
+        if factory is None:
+            raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(found, attribute)}")
+        made = factory(**arguments)
+    except EnvironmentUnusable:
         raise
-    except Exception as error:
-        raise ConfigError(
-            f"{name} cannot be made with {dict(settings)}: {type(error).__name__}: {error}; `world` holds its keyword "
-            "arguments"
+    except (Exception, SystemExit) as error:
+        raise EnvironmentUnusable(
+            f"{name} cannot be made with {dict(arguments)}: {type(error).__name__}: {error}; expected "
+            "package.module:callable; `world` holds its keyword arguments"
         ) from error
     if isinstance(made, ParallelEnv):
         return parallel_to_aec(_TruncateMissing(made))
     if not isinstance(made, AECEnv):
-        raise ConfigError(
+        raise EnvironmentUnusable(
             f"{name} made a {type(made).__name__}: expected a PettingZoo environment, AECEnv or ParallelEnv (of a "
             "module of PettingZoo's own: module:env or module:parallel_env)"
         )
@@ -63,10 +71,10 @@ def make_world(environment: Environment) -> AECEnv[Any, Any, Any]:
 
 
 def check_names(environment: str, agents: Sequence[Any]) -> None:
-    """Raise ConfigError if an agent's name cannot name a replay, a weights channel and files."""
+    """Raise EnvironmentUnusable if an agent's name cannot name a replay, a weights channel and files."""
     for agent in agents:
         if not isinstance(agent, str) or not 0 < len(agent) <= _LONGEST_NAME or not _FORBIDDEN.isdisjoint(agent):
-            raise ConfigError(
+            raise EnvironmentUnusable(
                 f"{environment} calls an agent {short(agent)}: expected text of 1 to {_LONGEST_NAME} characters "
                 "without /, + and *, since it names files; rename it in a wrapper of the environment"
             )
@@ -123,10 +131,12 @@ class AgentSpaces:
         """Check and convert the spaces of `agent`.
 
         Raises:
-            ConfigError: a space is of an unsupported kind.
+            EnvironmentUnusable: a space is of an unsupported kind.
         """
         if not isinstance(does, spaces.Discrete):
-            raise ConfigError(f"{agent} acts in {does}: expected Discrete actions, which is what all algorithms choose")
+            raise EnvironmentUnusable(
+                f"{agent} acts in {does}: expected Discrete actions, which is what all algorithms choose"
+            )
         dtype, binary, scale = "uint8", True, 1.0
         if isinstance(seen, spaces.Discrete):
             shape: tuple[int, ...] = (int(seen.n),)
@@ -142,7 +152,7 @@ class AgentSpaces:
                 dtype = kind.name if kind.name in _KEPT_DTYPES else "float32"
                 scale = 1.0 / 255.0 if kind == np.uint8 else 1.0
         else:
-            raise ConfigError(
+            raise EnvironmentUnusable(
                 f"{agent} observes {seen}: expected Box, Discrete, MultiDiscrete or MultiBinary; flatten it in a "
                 "wrapper of the environment"
             )
@@ -152,11 +162,6 @@ class AgentSpaces:
         """What a policy gets and chooses that sees so many rows at once, (stack, ...)."""
         leaf = Leaf(ALONE, (stack, *self.shape), self.dtype, scale=self.scale)
         return AgentSpec((leaf,), ActionSpec(True, self.actions, self.first))
-
-    @property
-    def field(self) -> Field:
-        """The replay's field."""
-        return Field(self.shape, self.dtype, stored="bits" if self.binary else None)
 
 
 class ObservationEncoder:
@@ -192,10 +197,10 @@ class ObservationEncoder:
     def _one_hot(self, numbers: Sequence[int], counts: Sequence[int]) -> Observation:
         out = np.zeros(self._spaces.shape, np.uint8)
         first = 0
-        for number, count in zip(numbers, counts, strict=True):
-            if not 0 <= number < count:
-                raise self._mismatch(f"holds {number} of {count}")
-            out[first + number] = 1
+        for value, count in zip(numbers, counts, strict=True):
+            if not 0 <= value < count:
+                raise self._mismatch(f"holds {value} of {count}")
+            out[first + value] = 1
             first += count
         return out
 
@@ -217,3 +222,100 @@ def encoders(world: AECEnv[Any, Any, Any]) -> dict[str, ObservationEncoder]:
         agent: ObservationEncoder(agent, world.observation_space(agent), agent_space)
         for agent, agent_space in agent_spaces(world).items()
     }
+
+
+class _Stack:
+    """The last observations of an agent, (stack, ...), the newest last; zeros before the first."""
+
+    def __init__(self, n: int, space: AgentSpaces) -> None:
+        self.frames: Observation = np.zeros((n, *space.shape), space.dtype)
+
+    def add(self, frame: Observation) -> None:
+        self.frames[:-1] = self.frames[1:]
+        self.frames[-1] = frame
+
+
+class World:
+    """A PettingZoo environment as an `Adapter`: its agents act in turns, and see their last observations at once.
+
+    Args:
+        n: 1; a process has one world.
+        env, env_args: see `make_world`.
+        stacks: by agent, how many observations it sees.
+        whole: the agents whose rows are whole stacks, the newest observation last; those of the others are single
+            observations, which a replay's sampler stacks.
+
+    Attributes:
+        env: the environment, as one in turns.
+        spaces: of each agent.
+
+    Raises:
+        EnvironmentUnusable: it cannot be made, or has unsupported spaces.
+    """
+
+    bound = "bound its episodes, by an argument of it or in a wrapper"
+
+    def __init__(
+        self, n: int, env: str, env_args: Mapping[str, Any], stacks: Mapping[str, int], whole: Sequence[str] = ()
+    ) -> None:
+        if n != 1:
+            raise EnvironmentUnusable(f"{n} worlds in one process: expected 1; `envs` counts processes")
+        self.n, self.name = n, env
+        self.env = make_world(env, env_args)
+        self.agents: Sequence[str] = tuple(self.env.possible_agents)
+        self.spaces, self._encoders = agent_spaces(self.env), encoders(self.env)
+        self._stacks = {agent: _Stack(stacks[agent], self.spaces[agent]) for agent in self.agents}
+        self._whole = frozenset(whole)
+        self._taken = self._members = 0  # of the turn of all agents: how many have had theirs, and how many they are
+
+    def begin(self, environment: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
+        """Begin an episode. Raises ContractBroken, WorldError: what it returned is not what it has to be."""
+        self.env.reset(seed=seed, options=options)
+        for stack in self._stacks.values():
+            stack.frames[:] = 0
+        self._taken, self._members = 0, len(self.env.agents)
+        self._look()
+
+    def waiting(self) -> Waiting:
+        """The agent whose turn it is."""
+        agent = self.env.agent_selection
+        return Waiting(agent, {ALONE: self._stacks[agent].frames[None]}, self._row(agent))
+
+    def step(self, actions: npt.NDArray[Any]) -> Moved:
+        """Let the agent act whose turn it is. Raises ContractBroken, WorldError, see `begin`."""
+        self.env.step(int(actions[0]) + self.spaces[self.env.agent_selection].first)
+        self._taken += 1
+        results, over, steps = self._look(), not self.env.agents, 0
+        if over or self._taken >= self._members:
+            steps, self._taken, self._members = 1, 0, len(self.env.agents)
+        return Moved(results, steps, [0] if over else [])
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def _look(self) -> list[Result]:
+        """Read what agents observe until one may act."""
+        results = []
+        while self.env.agents:
+            agent = self.env.agent_selection
+            observed, reward, *ends, info = self.env.last()
+            stack = self._stacks[agent]
+            stack.add(self._encoders[agent].row(observed))
+            paid = number(reward, f"the reward of {agent}")
+            terminated, truncated = (
+                flag(end, f"{name} of {agent}") for end, name in zip(ends, ("terminated", "truncated"), strict=True)
+            )
+            told = info if isinstance(info, Mapping) else {}
+            flags = (np.array([terminated]), np.array([truncated]))
+            results.append(Result(agent, np.array([paid]), *flags, self._row(agent), [told]))
+            if not terminated and not truncated:
+                break
+            stack.frames[:] = 0  # if the agent returns in this episode, it has no earlier observations
+            self.env.step(None)
+            self._taken += 1
+        return results
+
+    def _row(self, agent: str) -> Observation:
+        frames = self._stacks[agent].frames
+        return frames[None].copy() if agent in self._whole else frames[-1:].copy()

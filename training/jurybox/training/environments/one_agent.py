@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from jurybox.training.runtime.plan import ConfigError
-from jurybox.training.trainings.marl_policies import FrameStack
-from jurybox.training.trainings.marl_worlds import agent_spaces, encoders, make_world
+from jurybox.training.environments.adapter import Moved, Waiting
+from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
+from jurybox.training.environments.pettingzoo_env import World
+from jurybox.training.spaces import ALONE
 
 Array = npt.NDArray[Any]
 Chooses = Callable[[Array], Array]
@@ -33,7 +34,7 @@ class AgentEnv(gymnasium.Env[Array, int]):
         others: "learned", or "random": all other agents act at random.
 
     Raises:
-        ConfigError: the agent is unknown, or a partner's policy is missing.
+        EnvironmentUnusable: the agent is unknown, or a partner's policy is missing.
     """
 
     def __init__(
@@ -48,72 +49,67 @@ class AgentEnv(gymnasium.Env[Array, int]):
         render_mode: str | None = None,
     ) -> None:
         if agent not in groups:
-            raise ConfigError(f"there is no agent {agent!r}; the agents are {', '.join(groups)}")
+            raise EnvironmentUnusable(f"there is no agent {agent!r}; the agents are {', '.join(groups)}")
         if others not in ("learned", "random"):
-            raise ConfigError(f"others = {others!r}: expected 'learned' or 'random'")
+            raise EnvironmentUnusable(f"others = {others!r}: expected 'learned' or 'random'")
         missing = {group for each, group in groups.items() if each != agent} - partners.keys()
         if others == "learned" and missing:
-            raise ConfigError(
+            raise EnvironmentUnusable(
                 f"the others in this world act by the policies {', '.join(sorted(missing))}, and an exported file has "
                 "one: give the run's folder, or --set \"others='random'\""
             )
-        self._world = make_world((name, dict(world) if render_mode is None else {**world, "render_mode": render_mode}))
-        self._agent, self._encoders, self._spaces = agent, encoders(self._world), agent_spaces(self._world)
-        self._seen = {each: FrameStack(*frames[group]) for each, group in groups.items()}
+        stacks = {each: frames[group][0][0] for each, group in groups.items()}
+        arguments = dict(world) if render_mode is None else {**world, "render_mode": render_mode}
+        self._world = World(1, name, arguments, stacks, whole=tuple(groups))
+        self._agent = agent
         self._choosing = {each: partners[group] for each, group in groups.items() if group in partners}
         self._random = others == "random"
         shape, dtype = frames[groups[agent]]
+        self._last = np.zeros(tuple(shape), dtype)
         low, high = (0, 255) if dtype == "uint8" else (-np.inf, np.inf)
         self.observation_space = spaces.Box(low, high, tuple(shape), np.dtype(dtype).type)
-        own = self._spaces[agent]
+        own = self._world.spaces[agent]
         self.action_space = spaces.Discrete(own.actions, start=own.first)  # type: ignore[assignment]
         self.render_mode = render_mode
-        self.metadata = dict(getattr(self._world, "metadata", {}))
+        self.metadata = dict(getattr(self._world.env, "metadata", {}))
         self._ended = (False, False)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         super().reset(seed=seed)
-        self._world.reset(seed=seed, options=options)
-        for seen in self._seen.values():
-            seen.clear()
+        self._world.begin(0, seed, options)
         self._ended = (False, False)
-        row, *_ = self._advance_to_agent()
-        return row, {}
+        return self._until_turn(None)[0], {}
 
     def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        self._world.step(int(action))
-        row, reward, terminated, truncated = self._advance_to_agent()
-        return row, reward, terminated, truncated, {}
+        moved = self._world.step(np.array([int(action) - self._world.spaces[self._agent].first]))
+        return *self._until_turn(moved), {}
 
-    def _advance_to_agent(self) -> tuple[Array, float, bool, bool]:
+    def _until_turn(self, moved: Moved | None) -> tuple[Array, float, bool, bool]:
         """Let the others act until it is this agent's turn or the world's episode is over."""
-        world, total = self._world, 0.0
-        while world.agents:
-            agent = world.agent_selection
-            observed, reward, terminated, truncated, _ = world.last()
-            if agent == self._agent:
-                total += float(reward)
-            if terminated or truncated:
-                self._seen[agent].clear()
-                if agent == self._agent:
-                    self._ended = (bool(terminated), bool(truncated))
-                world.step(None)
-                continue
-            stacked = self._seen[agent].add(self._encoders[agent].row(observed))
-            if agent == self._agent:
-                return stacked.copy(), total, False, False
-            world.step(self._chosen(agent, stacked))
-        terminated, truncated = self._ended if any(self._ended) else (False, True)
-        return self._seen[self._agent].frames.copy(), total, terminated, truncated
+        total = 0.0
+        while True:
+            for result in () if moved is None else moved.results:
+                if result.agent == self._agent:
+                    total, self._last = total + float(result.reward[0]), result.rows[0]
+                    if result.terminated[0] or result.truncated[0]:
+                        self._ended = (bool(result.terminated[0]), bool(result.truncated[0]))
+            if moved is not None and moved.over:
+                terminated, truncated = self._ended if any(self._ended) else (False, True)
+                return self._last, total, terminated, truncated
+            waiting = self._world.waiting()
+            if waiting.agent == self._agent:
+                self._last = waiting.rows[0]
+                return self._last, total, False, False
+            moved = self._world.step(np.array([self._chosen(waiting)]))
 
-    def _chosen(self, agent: str, stacked: Array) -> int:
+    def _chosen(self, waiting: Waiting) -> int:
+        space = self._world.spaces[waiting.agent]
         if self._random:
-            agent_space = self._spaces[agent]
-            return int(self.np_random.integers(agent_space.actions)) + agent_space.first
-        return int(self._choosing[agent](stacked[None])[0])
+            return int(self.np_random.integers(space.actions))
+        return int(self._choosing[waiting.agent](waiting.observation[ALONE])[0]) - space.first
 
     def render(self) -> Any:
-        return self._world.render()
+        return self._world.env.render()
 
     def close(self) -> None:
         self._world.close()
