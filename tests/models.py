@@ -239,3 +239,19 @@ class Reluctant(Affine):
 
 def reluctant(folder: str) -> ServedModel:
     return ServedModel(Reluctant(folder), VECTOR, {"action": TensorSpec("float32", (4,))})
+
+
+class Counting(torch.nn.Module):
+    """Answers with the number of the batch, so that the order of batches can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.batches += 1
+        return torch.full((len(observation),), float(self.batches))
+
+
+def counting() -> ServedModel:
+    return ServedModel(Counting(), VECTOR, {"batch": TensorSpec("float32")})

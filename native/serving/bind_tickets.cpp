@@ -59,7 +59,7 @@ struct EngineAdmission {
     EngineAdmission(const EngineAdmission&) = delete;
     EngineAdmission& operator=(const EngineAdmission&) = delete;
 
-    Admitted admit(const Write& tickets, std::uint32_t transport) {
+    Admitted admit(const Write& tickets, std::uint16_t transport) {
         return admission.admit(tickets.records<Ticket>(), tickets.rows(), transport, lanes.records<const Lane>(), lanes.rows(),
                                limits.records<const std::uint32_t>(), arenas.records<const std::uint32_t>(), limits.rows());
     }
@@ -205,12 +205,13 @@ void bind_tickets(nb::module_& m) {
     m.def(
         "grant_lane",
         [](nb::handle lanes, std::size_t lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows,
-           std::uint32_t arena, std::uint64_t lease) {
+           std::uint32_t arena, std::uint64_t lease, std::uint16_t priority) {
             const Write all(lanes);
-            grant(one_of<Lane>(all, lane), model, first, rows, arena, lease);
+            grant(one_of<Lane>(all, lane), model, first, rows, arena, lease, priority);
         },
         nb::arg("lanes"), nb::arg("lane"), nb::arg("model"), nb::arg("first"), nb::arg("rows"), nb::arg("arena"),
-        nb::arg("lease"), "Lease a lane in the scoreboard's lanes (scoreboard.LANE); the lease is stored last, with release semantics.");
+        nb::arg("lease"), nb::arg("priority"),
+        "Lease a lane in the scoreboard's lanes (scoreboard.LANE); the lease is stored last, with release semantics.");
     m.def(
         "take_back_lane",
         [](nb::handle lanes, std::size_t lane) {
@@ -312,14 +313,14 @@ void bind_tickets(nb::module_& m) {
              "number of the arena it computes in (models,) uint32.")
         .def(
             "admit",
-            [](EngineAdmission& self, nb::handle tickets, std::uint32_t transport) {
+            [](EngineAdmission& self, nb::handle tickets, std::uint16_t transport) {
                 const Write these(tickets);
                 const Admitted result = self.admit(these, transport);
-                return nb::make_tuple(result.refused, result.rows, result.pinned);
+                return nb::make_tuple(result.refused, result.rows, result.pinned, result.ranked);
             },
             nb::arg("tickets"), nb::arg("transport"), nb::lock_self(),
-            "Set transport, model and code of tickets (records of wire.TICKET); returns how many were refused, the rows of the "
-            "others, and whether one asks for a weights version.")
+            "Set transport, priority, model and code of tickets (records of wire.TICKET); returns how many were refused, the rows of "
+            "the others, whether one asks for a weights version, and whether one has another priority than NORMAL.")
         .def(
             "leave",
             [](EngineAdmission& self, nb::handle tickets) {

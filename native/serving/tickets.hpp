@@ -11,9 +11,13 @@ namespace jurybox {
 
 // What an engine notes in a ticket.
 struct TicketState {
-    std::uint32_t transport;
+    std::uint16_t transport;
+    std::uint16_t priority;  // of its lane: kFirst, kNormal or kLast
     std::uint32_t code;
 };
+
+// The levels of scoreboard.py. A lane's tickets all have one.
+enum : std::uint16_t { kFirst = 1, kNormal = 2, kLast = 3 };
 
 // The same 64 bytes as TICKET in wire.py.
 struct Ticket {
@@ -41,7 +45,8 @@ struct Lane {
     std::uint32_t rows;
     std::uint32_t pid;
     std::uint32_t arena;  // number of the arena whose rows these are
-    std::uint32_t deaths;
+    std::uint16_t deaths;
+    std::uint16_t priority;
 };
 static_assert(sizeof(Lane) == 32);
 
@@ -59,11 +64,12 @@ inline const std::atomic<std::uint64_t>& lease_of(const Lane& lane) {
 // Lease a lane; called by the supervisor. The lease is stored last with release semantics: a reader that loads it with
 // acquire semantics sees the rows that belong to it.
 inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows, std::uint32_t arena,
-                  std::uint64_t lease) {
+                  std::uint64_t lease, std::uint16_t priority = kNormal) {
     lane.model = model;
     lane.first = first;
     lane.rows = rows;
     lane.arena = arena;
+    lane.priority = priority;
     lease_of(lane).store(lease, std::memory_order_release);
 }
 
@@ -78,6 +84,7 @@ struct Admitted {
     std::size_t refused;
     std::size_t rows;  // of the tickets that were admitted
     bool pinned;       // whether one requests a weights version
+    bool ranked;       // whether one has another priority than kNormal
 };
 
 // The check on arrival, and the count of admitted rows: no lane has more rows in the engine than its lease, whatever its
@@ -86,20 +93,23 @@ class Admission {
   public:
     explicit Admission(std::size_t lanes) : inside_(lanes) {}
 
-    // Set each ticket's transport, model and code. `limits[m]` is the largest ticket of model m, 0 if it is not served;
+    // Set each ticket's transport, priority, model and code. `limits[m]` is the largest ticket of model m, 0 if it is not served;
     // `arenas[m]` is the number of its arena: tickets of lanes in other arenas are refused.
-    Admitted admit(Ticket* tickets, std::size_t n, std::uint32_t transport, const Lane* lanes, std::size_t n_lanes,
+    Admitted admit(Ticket* tickets, std::size_t n, std::uint16_t transport, const Lane* lanes, std::size_t n_lanes,
                    const std::uint32_t* limits, const std::uint32_t* arenas, std::size_t n_models) {
-        Admitted result{0, 0, false};
+        Admitted result{0, 0, false, false};
         if (n_lanes > inside_.size()) n_lanes = inside_.size();
         for (std::size_t i = 0; i < n; ++i) {
             Ticket& ticket = tickets[i];
             ticket.state.transport = transport;
+            ticket.state.priority = kNormal;
             ticket.state.code = kStaleLease;
             if (ticket.lane < n_lanes && ticket.lease != 0) {
                 const Lane& lane = lanes[ticket.lane];
                 if (lease_of(lane).load(std::memory_order_acquire) == ticket.lease) {
                     const std::uint32_t model = ticket.model = lane.model, rows = lane.rows;
+                    const std::uint16_t priority = lane.priority;  // read once: any process can write to the scoreboard
+                    if (priority == kFirst || priority == kLast) ticket.state.priority = priority;
                     const std::uint64_t end = std::uint64_t{ticket.first} + ticket.rows;
                     if (model >= n_models || limits[model] == 0 || arenas[model] != lane.arena)
                         ticket.state.code = kModelNotFound;
@@ -113,6 +123,7 @@ class Admission {
                 }
             }
             result.pinned |= ticket.version != 0;
+            result.ranked |= ticket.state.priority != kNormal;
             if (ticket.state.code == kOk) {
                 inside_[ticket.lane] += ticket.rows;
                 result.rows += ticket.rows;

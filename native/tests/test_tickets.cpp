@@ -82,6 +82,18 @@ void a_lane_of_another_arena_is_not_computed() {
     CHECK(world.admit(t) == kStaleLease);
 }
 
+void a_ticket_has_the_priority_of_its_lane_and_no_other_value() {
+    World world;
+    for (const std::uint16_t given : {0, 1, 2, 3, 4, 65535}) {
+        grant(world.lanes[0], 0, 0, 64, 5, 9, given);
+        Ticket t = ticket(0, 9, 0, 1);
+        const bool known = given >= kFirst && given <= kLast;
+        const Admitted result = world.admission.admit(&t, 1, 1, world.lanes.data(), world.lanes.size(), kLimits, kArenas, kModels);
+        CHECK(t.state.code == kOk && t.state.priority == (known ? given : kNormal));
+        CHECK(result.ranked == (t.state.priority != kNormal));
+    }
+}
+
 // Under the thread sanitizer a lease stored without release, or read without acquire, is a race on the other fields.
 void who_sees_a_lease_sees_its_rows() {
     World world;
@@ -213,6 +225,7 @@ int main() {
     a_lane_never_has_more_rows_inside_than_it_leases();
     who_was_refused_gives_nothing_back();
     a_lane_of_another_arena_is_not_computed();
+    a_ticket_has_the_priority_of_its_lane_and_no_other_value();
     who_sees_a_lease_sees_its_rows();
     only_tensors_of_the_promised_form_are_taken();
     a_client_is_away_from_its_answer_until_it_sends_again();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -21,9 +22,9 @@ from jurybox.protocol import forks
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
-from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, Timeout
+from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout
 from jurybox.protocol.locks import TimedLock
-from jurybox.protocol.scoreboard import ENGINE, EngineState
+from jurybox.protocol.scoreboard import ENGINE, NORMAL, EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 # How a publication is sent over a network: in full, as the changes since the last one, or in full as bfloat16.
 Transfer: TypeAlias = Literal["exact", "changed", "bfloat16"]
 _FILES_OF_A_LINK = 16  # file descriptors: libzmq's threads and sockets, the scoreboard; some only temporarily
+_GIVE_BACK = 1.0  # seconds for a lease that is not used
 POLL = 0.05  # seconds between two requests for a model's state
 
 
@@ -80,10 +82,13 @@ class Link(Protocol):
         """Bind rows to device memory in every engine, or unbind them; return when it is done."""
         raise Refused("device memory can be shared only on one host: connect over ipc://")
 
-    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
+    def lease(
+        self, name: str, rows: int, timeout: float, *, wait: bool = True, priority: int = NORMAL
+    ) -> tuple[Lane, ModelSpec, int]:
         """Lease a lane of `rows` rows (0: the server's default); return it, the model's spec and its largest batch.
 
         Args:
+            priority: of its tickets, one of scoreboard.PRIORITIES.
             wait: False: the server has `timeout` to answer, but its first answer is final.
         """
 
@@ -256,15 +261,18 @@ class ControlLink(Link):
         control = self._control(timeout)
         return control.call(max(0.0, until - time.monotonic()), **request)
 
-    def _grant(self, name: str, rows: int, deadline: float, timeout: float, *, wait: bool = True) -> pb.Lease:
+    def _grant(
+        self, name: str, rows: int, deadline: float, timeout: float, *, wait: bool = True, priority: int = NORMAL
+    ) -> pb.Lease:
         """Return a lease; wait while the model is loading or other clients have the rows.
 
         Args:
             deadline: s of the monotonic clock.
             timeout: seconds, for the message.
-            wait: see `lease`.
+            wait, priority: see `lease`.
 
         Raises:
+            Refused: the server knows no priorities.
             Busy: the arena had no free rows until `deadline`.
             Timeout: the model was still loading.
         """
@@ -272,7 +280,16 @@ class ControlLink(Link):
         while True:
             try:
                 left = max(0.1, deadline - time.monotonic())
-                return self._call(left, lease=pb.LeaseRequest(model=name, rows=rows)).lease
+                asked = 0 if priority == NORMAL else priority
+                lease = self._call(left, lease=pb.LeaseRequest(model=name, rows=rows, priority=asked)).lease
+                if lease.priority != asked:
+                    with contextlib.suppress(Error):  # else the server takes it back, as nobody locks it
+                        self._call(_GIVE_BACK, release=pb.ReleaseRequest(lane=lease.lane, lease=lease.lease))
+                    raise Refused(
+                        f"priority={priority}: this server knows no priorities, and computes requests in the order "
+                        f"they come: update its jurybox (here it is {build_version()}), or ask without a priority"
+                    )
+                return lease
             except (Refused, Busy) as error:
                 if isinstance(error, Busy):
                     why = error

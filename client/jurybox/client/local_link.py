@@ -23,7 +23,7 @@ from jurybox.protocol.descriptors import require
 from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Error, Refused, ServerGone, SharedMemoryError, Timeout, TooManyFiles
 from jurybox.protocol.locks import TimedLock
-from jurybox.protocol.scoreboard import LANE_LOCK, PAUSE_LOCK, EngineState, Scoreboard
+from jurybox.protocol.scoreboard import LANE_LOCK, NORMAL, PAUSE_LOCK, EngineState, Scoreboard
 from jurybox.protocol.segment import directory, try_lock, unlock
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
@@ -193,12 +193,14 @@ class LocalLink(ControlLink):
         if binding.reason:
             raise Refused(binding.reason)
 
-    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
+    def lease(
+        self, name: str, rows: int, timeout: float, *, wait: bool = True, priority: int = NORMAL
+    ) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. The lane is locked and its arena mapped. If the server was replaced, the new one is used."""
         deadline = time.monotonic() + timeout
         self._served(timeout)
         while True:
-            lease = self._grant(name, rows, deadline, timeout, wait=wait)
+            lease = self._grant(name, rows, deadline, timeout, wait=wait, priority=priority)
             with self._lock.once(max(_ENTER, deadline - time.monotonic())):
                 lane = self.enter(lease)
             if lane is not None:

@@ -28,8 +28,8 @@ Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]
 
 
-def _leased(name: str, model: Callable[..., Model], rows: int, timeout: float, wait: bool) -> Model:
-    return model(name, rows=rows, timeout=timeout, wait=wait)
+def _leased(name: str, model: Callable[..., Model], rows: int, timeout: float, wait: bool, priority: int) -> Model:
+    return model(name, rows=rows, timeout=timeout, wait=wait, priority=priority)
 
 
 class Model(forks.Closing):
@@ -52,7 +52,7 @@ class Model(forks.Closing):
         rows: int,
         default_timeout: float,
         opened: Callable[[Requests], None] = lambda _: None,
-        again: tuple[Callable[..., Model], float, bool] | None = None,
+        again: tuple[Callable[..., Model], float, bool, int] | None = None,
     ) -> None:
         self.name = name
         self._again = None if again is None else (again[0], rows, *again[1:])

@@ -19,6 +19,7 @@ from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Timeout
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.locks import NESTED
+from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import ModelSpec
 
 # ZeroMQ and protobuf are imported on the first connection: importing them takes as long as the rest of the client.
@@ -42,6 +43,7 @@ def connect(
     client_key: str | None = None,
     token: str | None = None,
     tls_ca: str | bytes | None = None,
+    priority: int = NORMAL,
 ) -> Server:
     """Connect to a server, waiting up to `start_timeout` seconds for one that is still starting.
 
@@ -57,28 +59,30 @@ def connect(
         token: for grpc://, the server's token. Defaults to JURYBOX_TOKEN.
         tls_ca: for grpcs://, the certificate of the authority (CA) that signed the server's: a PEM file, or its content
             as bytes. Defaults to JURYBOX_TLS_CA.
+        priority: the default of `Server.model`.
 
     Raises:
         ServerGone: no server answered in time.
         ProtocolMismatch: the server has another protocol version.
         Refused: the token is missing or wrong, or a key file does not exist.
-        ValueError: the transport is unknown, or the address is of no known form.
+        ValueError: the transport or the priority is unknown, or the address is of no known form.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r}: expected one of {', '.join(map(repr, TRANSPORTS))}")
+    priority = whole(priority, "priority", FIRST, LAST)
     timeout = seconds(timeout)
     wait = timeout if start_timeout is None else seconds(start_timeout)
     where = address or default_address()
     again = {
         "transport": transport, "timeout": timeout, "start_timeout": wait, "server_key": server_key,
-        "client_key": client_key, "token": token, "tls_ca": tls_ca,
+        "client_key": client_key, "token": token, "tls_ca": tls_ca, "priority": priority,
     }  # fmt: skip
     if where.startswith("ipc://"):
         if sys.platform != "linux":
             raise Refused(f"{where} is for clients on the server's own host: {NOT_LINUX}")
         from jurybox.client.local_link import LocalLink
 
-        return Server(where, LocalLink(where, transport, wait), timeout, again)
+        return Server(where, LocalLink(where, transport, wait), timeout, again, priority)
     if transport != "auto":
         raise ValueError(f"transport={transport!r} is for ipc:// addresses: {where} chooses its own")
     if where.startswith("tcp://"):
@@ -87,7 +91,7 @@ def connect(
         from jurybox.client.remote.connection import keys
         from jurybox.client.remote.tcp import TcpLink
 
-        return Server(where, TcpLink(where, keys(server_key, client_key), wait), timeout, again)
+        return Server(where, TcpLink(where, keys(server_key, client_key), wait), timeout, again, priority)
     if where.startswith(("grpc://", "grpcs://")):
         try:
             from jurybox.client.remote.grpc_link import GrpcLink
@@ -95,7 +99,7 @@ def connect(
             from jurybox.protocol.revision import install_command
 
             raise Refused(f"grpc:// addresses need grpcio, not installed here: {install_command('grpc')}") from error
-        return Server(where, GrpcLink(where, token, wait, tls_ca), timeout, again)
+        return Server(where, GrpcLink(where, token, wait, tls_ca), timeout, again, priority)
     raise _no_address(where)
 
 
@@ -121,10 +125,18 @@ class Server(Closing):
     again, with the same arguments. A token that was given to `connect` is in the pickle, one of the environment is not.
     """
 
-    def __init__(self, address: str, link: Link, timeout: float, again: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        link: Link,
+        timeout: float,
+        again: Mapping[str, Any] | None = None,
+        priority: int = NORMAL,
+    ) -> None:
         self.address = address
         self._again = again
         self.timeout = seconds(timeout)
+        self.priority = priority
         self._link = link
         # Weak references: what is garbage-collected releases its lane or its channel.
         self._requests: weakref.WeakSet[Requests] = weakref.WeakSet()  # of models and of sessions
@@ -137,7 +149,15 @@ class Server(Closing):
 
     # ---- the server's services
 
-    def model(self, name: str, *, rows: int = 0, timeout: float | None = None, wait: bool = True) -> Model:
+    def model(
+        self,
+        name: str,
+        *,
+        rows: int = 0,
+        timeout: float | None = None,
+        wait: bool = True,
+        priority: int | None = None,
+    ) -> Model:
         """Lease a lane of a model; wait if the model is still loading.
 
         Args:
@@ -145,21 +165,29 @@ class Server(Closing):
                 call passes more.
             timeout: seconds to wait. Defaults to the connection's.
             wait: False: wait only for the server's answer, not for a model that is loading or for rows in use.
+            priority: of all its requests: 1 (first), 2 (normal) or 3 (last), as Triton numbers the levels. Of requests
+                that wait for an engine, those of a lower number are computed first, but every ninth or tenth batch
+                begins with those that were passed over. Defaults to the connection's, which is 2 by default.
+
+        Example:
+            evaluated = server.model("policy", priority=3)  # does not hold up the actors
 
         Raises:
             ModelNotFound: the server has no such model; the message lists its models.
             ModelFailed: the model could not be loaded; the message states the reason.
             Busy: the arena has no free rows.
             Timeout: the model is still loading.
-            ValueError: rows is no such number.
+            Refused: the server knows no priorities.
+            ValueError: rows or priority is no such number.
         """
         rows = whole(rows, "rows", 0, MOST_ROWS)
         left = self.timeout if timeout is None else seconds(timeout)
+        level = self.priority if priority is None else whole(priority, "priority", FIRST, LAST)
 
         def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
-            return self._open_link().lease(name, n, left if patient else 0.0, wait=wait)
+            return self._open_link().lease(name, n, left if patient else 0.0, wait=wait, priority=level)
 
-        return Model(name, lease, rows, self.timeout, self._opened, (self.model, left, wait))
+        return Model(name, lease, rows, self.timeout, self._opened, (self.model, left, wait, level))
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
         """Allocate rows of a model in GPU memory, for a process whose inputs are already on the model's GPU.

@@ -79,28 +79,32 @@ class ServerMessage(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., build: _Optional[str] = ..., scoreboard: _Optional[str] = ..., engines: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("model", "rows")
+    __slots__ = ("model", "rows", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     rows: int
-    def __init__(self, model: _Optional[str] = ..., rows: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, model: _Optional[str] = ..., rows: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("model", "lane", "lease", "first_row", "rows", "engine")
+    __slots__ = ("model", "lane", "lease", "first_row", "rows", "engine", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     model: ModelMessage
     lane: int
     lease: int
     first_row: int
     rows: int
     engine: int
-    def __init__(self, model: _Optional[_Union[ModelMessage, _Mapping]] = ..., lane: _Optional[int] = ..., lease: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., engine: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, model: _Optional[_Union[ModelMessage, _Mapping]] = ..., lane: _Optional[int] = ..., lease: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., engine: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lane", "lease")

@@ -25,6 +25,10 @@ MAX_ENGINES = 64
 MAX_MODELS = 128
 MAX_LANES = 2048  # as many as a ring segment has, native/serving/shm_rings.hpp
 
+# The priorities of a lane, as Triton numbers the levels of requests: those of a lower number are computed first.
+FIRST, NORMAL, LAST = 1, 2, 3
+PRIORITIES = (FIRST, NORMAL, LAST)
+
 # A client locks byte LANE_LOCK + lane of the scoreboard's file as long as it holds the lane.
 LANE_LOCK = 1 << 59
 PAUSE_LOCK = LANE_LOCK - 1  # held by the process that has paused the engines
@@ -83,7 +87,8 @@ LANE = np.dtype(
         ("rows", "<u4"),
         ("pid", "<u4"),
         ("arena", "<u4"),  # number of the arena whose rows these are
-        ("deaths", "<u4"),  # engines that ended while they computed or loaded its model, since the server's start
+        ("deaths", "<u2"),  # engines that ended while they computed or loaded its model, since the server's start
+        ("priority", "<u2"),  # of its tickets: FIRST, NORMAL or LAST
     ]
 )
 
@@ -118,7 +123,7 @@ COUNTERS = np.dtype(
 
 _MAGIC = b"jurybox\0"
 # The layout of all shared memory of a server. It is not that of messages, which peers on other hosts send, too.
-MEMORY_VERSION = 4
+MEMORY_VERSION = 5
 
 
 def _aligned(size: int) -> int:

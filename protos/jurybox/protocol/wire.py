@@ -77,7 +77,8 @@ TICKET = np.dtype(
         ("model", "<u4"),
         ("version", "<u8"),  # the requested weights version; 0: the newest
         # In a ticket to an engine these eight bytes are the engine's incarnation.
-        ("transport", "<u4"),
+        ("transport", "<u2"),
+        ("priority", "<u2"),  # of its lane, one of scoreboard.PRIORITIES
         ("code", "<u4"),  # 0, or the reason for which it was refused on arrival
     ]
 )

@@ -25,7 +25,7 @@ from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.errors import ModelNotFound, Refused
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.locks import NESTED
-from jurybox.protocol.scoreboard import EngineState, Scoreboard
+from jurybox.protocol.scoreboard import NORMAL, EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
@@ -143,11 +143,11 @@ class InprocServer(Closing):
         record = self._scoreboard.engines[0:1]
         record["incarnation"], record["state"] = _INCARNATION, EngineState.SERVING
 
-    def model(self, name: str, *, rows: int = 16) -> Model:
+    def model(self, name: str, *, rows: int = 16, priority: int = NORMAL) -> Model:
         """Return a model; see the client's `Server.model`."""
         if name not in self._index:
             raise ModelNotFound(f"no model {name!r} here; there are: {', '.join(self._index)}")
-        return Model(name, lambda n, _: self._lease(name, n), rows, default_timeout=60.0)
+        return Model(name, lambda n, _: self._lease(name, n, priority), rows, default_timeout=60.0)
 
     def close(self) -> None:
         """Free the memory."""
@@ -166,9 +166,9 @@ class InprocServer(Closing):
         finally:
             self._turning = 0
 
-    def _lease(self, name: str, rows: int) -> tuple[Lane, ModelSpec, int]:
+    def _lease(self, name: str, rows: int, priority: int) -> tuple[Lane, ModelSpec, int]:
         arena = self._arenas[name]
-        grant = self._leases.grant(self._index[name], rows, arena.rows)
+        grant = self._leases.grant(self._index[name], rows, arena.rows, priority=priority)
         transport = InprocTransport(grant.lane, grant.lease, self._turn)
         self.engine.add_transport(transport)
 

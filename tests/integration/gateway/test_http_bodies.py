@@ -105,7 +105,7 @@ def test_the_error_of_a_wrong_tensor_says_what_was_expected(curl, tensor, status
         ({"id": 5}, 400, "id is int, expected a string"),
         ({"parameters": {"timeout": -1}}, 400, "timeout='-1': expected a whole number"),
         ({"parameters": {"timeout": 1.5}}, 400, "timeout='1.5': expected a whole number"),
-        ({"parameters": {"priority": 3}}, 501, "priority=3"),
+        ({"parameters": {"priority": 4}}, 501, "priority=4: expected 1 (first)"),
         ({"model": "x"}, 400, "field 'model' is not known here"),
     ],
 )

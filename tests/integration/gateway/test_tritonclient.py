@@ -185,7 +185,7 @@ def test_a_timeout_is_kept(kind):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"priority": 1}, "priority=1: requests are answered in the order they come"),
+        ({"priority": 4}, r"priority=4: expected 1 \(first\), 2 \(normal\) or 3 \(last\)"),
         ({"sequence_id": 7, "sequence_start": True}, "keeps no state between requests"),
         ({"parameters": {"temperature": 1}}, "parameter 'temperature' is not known here"),
         ({"model_version": "77"}, "so no version"),

@@ -12,6 +12,7 @@ from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import COUNTERS
 from jurybox.server.engine.batches import Counters
+from jurybox.server.engine.queues import PASSED_OVER
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 
@@ -86,6 +87,28 @@ def test_models_share_an_engine_and_take_turns(x):
         tickets = [(model, k, model.submit(x[i : i + 1]), i) for i in range(8) for model, k in ((a, 2), (b, 3))]
         for model, k, ticket, i in reversed(tickets):
             np.testing.assert_array_equal(ticket.result().outputs[0], k * x[i])
+
+
+def test_a_models_requests_of_a_higher_priority_precede_those_of_others_but_not_for_ever(x):
+    order = []
+
+    class Named(torch.nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def forward(self, observation):
+            order.append(self.name)
+            return observation
+
+    models = {name: ServedModel(Named(name), VECTOR, {"action": TensorSpec("float32", (4,))}) for name in "ab"}
+    with InprocServer(models, max_batch=1) as server:
+        normal, first = server.model("a", rows=16), server.model("b", rows=16, priority=1)
+        tickets = [model.submit(x[:1]) for model in (normal, first) for _ in range(16)]
+        order.clear()  # without what warmed them up
+        for ticket in tickets:
+            ticket.result()
+    assert order[:9] == ["b"] * PASSED_OVER + ["a"] and order[9:18] == ["b"] * PASSED_OVER + ["a"]
 
 
 def test_an_expired_ticket_is_not_computed(x):

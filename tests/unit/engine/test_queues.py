@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jurybox import native
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.queues import Queue, fair_choice
+from jurybox.server.engine.queues import PASSED_OVER, Queue, fair_choice
 
 
 def tickets(*lanes_and_rows, submitted=0, deadline=0):
@@ -167,3 +167,60 @@ def test_every_batch_is_an_array_of_its_own():
         queue.push(one)
         batches.append(queue.take())
     assert len({id(batch) for batch in batches}) == 3
+
+
+def ranked(*lanes_rows_and_priorities, versions=0):
+    records = tickets(*[(lane, rows) for lane, rows, _ in lanes_rows_and_priorities])
+    records["priority"] = [priority for *_, priority in lanes_rows_and_priorities]
+    records["version"] = versions
+    return records
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_a_higher_priority_is_taken_first_and_the_rest_of_the_batch_is_filled(version):
+    queue = Queue(max_batch=4)
+    queue.push(ranked((0, 3, 3), (1, 1, 2), (2, 1, 2), (3, 2, 1), versions=version))
+    queue.ranked, queue.pinned = True, version > 0
+    assert sorted(queue.take()["lane"].tolist()) == [1, 2, 3]
+    assert queue.take()["lane"].tolist() == [0]
+    assert not len(queue)
+
+
+@pytest.mark.parametrize("version", [0, 7])
+@pytest.mark.parametrize("waiting", [(2,), (3,), (2, 3)])
+def test_no_priority_is_passed_over_by_more_batches_than_documented(waiting, version):
+    queue = Queue(max_batch=4)
+    passed = dict.fromkeys(waiting, 0)
+    queue.pinned = version > 0
+    for lane, priority in enumerate(waiting):
+        queue.push(ranked(*[(lane, 1, priority)] * 200, versions=version))
+    most = 0
+    for _ in range(60):
+        queue.push(ranked((9, 4, 1), versions=version))
+        queue.ranked, queue.pinned = True, version > 0
+        taken = set(queue.take()["priority"].tolist())
+        for priority in waiting:
+            passed[priority] = 0 if priority in taken else passed[priority] + 1
+        most = max(most, *passed.values())
+    assert most == PASSED_OVER if len(waiting) == 1 else PASSED_OVER <= most <= PASSED_OVER + 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=40),
+    st.lists(st.integers(1, 3), min_size=6, max_size=6),
+    st.integers(8, 20),
+)
+def test_a_lanes_tickets_stay_in_order_for_any_priorities_and_versions(waiting, of_lane, limit):
+    queue = Queue(max_batch=limit)
+    records = ranked(*[(lane, rows, of_lane[lane]) for lane, rows, _ in waiting])
+    records["version"] = [version for *_, version in waiting]
+    queue.push(records)
+    queue.pinned, queue.ranked = bool(records["version"].any()), bool((records["priority"] != 2).any())
+    seen = {}
+    while len(queue):
+        batch = queue.take()
+        assert len(set(batch["version"].tolist())) == 1 and 0 < batch["rows"].sum() <= limit
+        for lane, sequence in batch[["lane", "sequence"]].tolist():
+            seen.setdefault(lane, []).append(sequence)
+    assert sorted(sequence for order in seen.values() for sequence in order) == list(range(len(waiting)))
+    assert all(order == sorted(order) for order in seen.values())

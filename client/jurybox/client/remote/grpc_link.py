@@ -28,6 +28,7 @@ from jurybox.protocol.errors import (
     asleep,
     plain,
 )
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain, tell_spec
 
 _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
@@ -146,7 +147,9 @@ class GrpcLink(Link):
     def weights(self, name: str, timeout: float) -> RemoteWeightsReader:
         return RemoteWeightsReader(self._channels.lasting(), name, metadata=self._channels.metadata, timeout=timeout)
 
-    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
+    def lease(
+        self, name: str, rows: int, timeout: float, *, wait: bool = True, priority: int = NORMAL
+    ) -> tuple[Lane, ModelSpec, int]:
         """See Link.lease. If `rows` is 0, the lane has as many rows as the server's largest batch."""
         deadline = time.monotonic() + timeout
         while (message := self.describe(name, max(0.1, deadline - time.monotonic()))).state != "ready":
@@ -159,7 +162,7 @@ class GrpcLink(Link):
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
-        transport = GrpcTransport(self._channels, self._tickets, spec, memory)
+        transport = GrpcTransport(self._channels, self._tickets, spec, memory, priority)
         carrier = traced(transport, name) if self._traces else transport
         lane = Lane(name, OneEngine(), memory, carrier, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch

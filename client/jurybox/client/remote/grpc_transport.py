@@ -32,6 +32,7 @@ from jurybox.protocol.arena import LOAD, STORE
 from jurybox.protocol.errors import Code, Error, Refused, plain
 from jurybox.protocol.locks import IN_SERVICE, is_serving
 from jurybox.protocol.row_frames import checked_elements, extents_of_text, extents_text, joined_strings, split_strings
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -62,9 +63,12 @@ class GrpcTransport(Transport):
         tickets: starts the others.
         spec: the model's spec.
         rows: the lane's rows: inputs are read from them and outputs are written to them.
+        priority: of all requests, one of scoreboard.PRIORITIES.
     """
 
-    def __init__(self, channels: Channels, tickets: TicketCalls, spec: ModelSpec, rows: RowsHere) -> None:
+    def __init__(
+        self, channels: Channels, tickets: TicketCalls, spec: ModelSpec, rows: RowsHere, priority: int = NORMAL
+    ) -> None:
         self._channels = channels
         self._tickets = tickets
         self._spec = spec
@@ -81,6 +85,8 @@ class GrpcTransport(Transport):
         self._base.parameters[_ROW_ERRORS].bool_param = True
         if any(tensor.variable for tensor in spec.outputs.values()):
             self._base.parameters["extents"].bool_param = True
+        if priority != NORMAL:  # a server that knows none refuses it by name
+            self._base.parameters["priority"].int64_param = priority
         self._plain = plain_messages(self._base, rows.columns)
 
     def send(self, ticket: InFlight) -> None:

@@ -36,6 +36,7 @@ from jurybox.protocol import row_frames
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, ServerGone, Timeout
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, PREFIX
 
@@ -65,8 +66,10 @@ class TcpLink(ControlLink):
         super().__init__(self._control_anew())
         self._greet_first(timeout)
 
-    def lease(self, name: str, rows: int, timeout: float, *, wait: bool = True) -> tuple[Lane, ModelSpec, int]:
-        lease = self._grant(name, rows, time.monotonic() + timeout, timeout, wait=wait)
+    def lease(
+        self, name: str, rows: int, timeout: float, *, wait: bool = True, priority: int = NORMAL
+    ) -> tuple[Lane, ModelSpec, int]:
+        lease = self._grant(name, rows, time.monotonic() + timeout, timeout, wait=wait, priority=priority)
         request = ReleaseRequest(lane=lease.lane, lease=lease.lease)
         left = self._left
         try:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
-from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
+from jurybox.protocol.scoreboard import MAX_MODELS, NORMAL, Scoreboard
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batches import LARGE_NS, PROMPT, QUICK, Batches, Counters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
@@ -177,6 +177,7 @@ class Engine:
                 if int(self._arenas[model]) == arena:
                     slot.queue.push(waiting)
                     slot.queue.pinned |= pinned
+                    slot.queue.ranked |= bool((waiting["priority"] != NORMAL).any())
                 else:  # their rows are in an arena that the new model does not read
                     self._answer(waiting, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
                     slot.counters.waiting(slot.queue.rows)
@@ -328,8 +329,9 @@ class Engine:
             self._batches.recover(slot)
             return True
         waiting = queue.rows
-        version = queue.waiting["version"].item(0) if queue.pinned else 0
+        pinned = queue.pinned
         tickets = queue.take()
+        version = tickets["version"].item(0) if pinned else 0
         rows = waiting - queue.rows
         slot.counters.waiting(queue.rows)
         self._show_wait(1 + self._batches.under_way)
@@ -394,7 +396,7 @@ class Engine:
                 continue
             came += n
             tickets = self._arrivals[:n]
-            refused, rows, pinned = self._admission.admit(tickets, transport.number)
+            refused, rows, pinned, ranked = self._admission.admit(tickets, transport.number)
             if self._closed:
                 self._answer(tickets, self._closed[0], 0, self._closed[1])
                 continue
@@ -405,12 +407,13 @@ class Engine:
             if len(self._queues) == 1 and self._queues[0].cache is None:
                 queue = self._queues[0].queue
                 queue.pinned |= pinned
+                queue.ranked |= ranked
                 queue.push(tickets, rows)
             else:
-                self._sort(tickets, pinned=pinned)
+                self._sort(tickets, pinned=pinned, ranked=ranked)
         return accepted
 
-    def _sort(self, tickets: NDArray[Any], *, pinned: bool) -> None:
+    def _sort(self, tickets: NDArray[Any], *, pinned: bool, ranked: bool) -> None:
         while len(tickets):
             model = int(tickets["model"][0])
             slot = self.slots[model]
@@ -421,12 +424,14 @@ class Engine:
                 slot.counters.cached(slot.cache, len(answered), int(answered["rows"].sum()))
                 self._answer(answered, Code.OK, slot.served.version, "")
             slot.queue.pinned |= pinned
+            slot.queue.ranked |= ranked
             slot.queue.push(own)
             tickets = tickets[~same]
 
     def _next(self, now: int) -> Slot | None:
         """Return the due slot whose oldest ticket has waited longest; None if no slot is due.
 
+        A slot with tickets of a higher priority comes first, PASSED_OVER times in a row at most (see `Queue.rank`).
         A slot that recovers from a failed batch counts as waiting since its last part was computed, so that whatever
         arrived before that comes first.
         """
@@ -439,7 +444,12 @@ class Engine:
         def since(slot: Slot) -> int:
             return recovery.since(slot) if slot in recovery.parts else int(slot.queue.waiting["submitted"][0])
 
-        return min(due, key=since, default=None)
+        if len(due) < 2 or not any(slot.queue.ranked or slot.queue.skipped for slot in due):
+            return min(due, key=since, default=None)
+        chosen = min(due, key=lambda slot: (slot.queue.rank, since(slot)))
+        for slot in due:
+            slot.queue.skipped = slot.queue.skipped + 1 if since(slot) < since(chosen) else 0
+        return chosen
 
     def _show_wait(self, batches: int) -> None:
         """Publish the expected wait of a new ticket of few rows, for clients that choose between engines.

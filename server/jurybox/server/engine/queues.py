@@ -9,14 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox import native
-from jurybox.protocol.scoreboard import MAX_LANES
+from jurybox.protocol.scoreboard import MAX_LANES, NORMAL, PRIORITIES
 from jurybox.protocol.wire import TICKET
 
 Tickets = NDArray[Any]  # records of wire.TICKET
 
+PASSED_OVER = 8  # batches without a priority's tickets after which its turn comes before that of all others
+
 
 class Queue:
     """The waiting tickets of one model, in order of arrival.
+
+    If they do not fit into one batch, those of a higher priority are taken first, and a lane's tickets all have one. A
+    priority is passed over by PASSED_OVER batches at most, by one more if two are; then its tickets come first.
 
     Args:
         max_batch: rows of the largest batch; no ticket is larger.
@@ -42,6 +47,9 @@ class Queue:
         self.max_wait_ns = max_wait_ns
         self.rows = 0
         self.pinned = False  # whether a waiting ticket may ask for a weights version
+        self.ranked = False  # whether a waiting ticket may have another priority than NORMAL
+        self.skipped = 0  # batches of other models that were computed first because of their priority
+        self._passed = dict.fromkeys(PRIORITIES, 0)  # batches without tickets of a priority while some waited
         self._tickets = np.zeros(256, TICKET)
         self._end = 0
 
@@ -93,30 +101,67 @@ class Queue:
             self._end = self.rows = 0
             return waiting
         turns = None if costs is None else self._turns[waiting["lane"]]
-        chosen = fair_choice(waiting, self.max_batch, costs, self._max_cost, turns)
+        ranks = self._ranks(waiting) if self.ranked else None
+        chosen = fair_choice(waiting, self.max_batch, costs, self._max_cost, turns, ranks)
         batch = waiting[chosen].copy()
         if costs is not None:
             self._turn += 1
             self._turns[batch["lane"]] = self._turn
         self._keep(~chosen)
+        if self.ranked:
+            self._pass_over(batch)
         return batch
 
-    def _take_of_one_version(self, waiting: Tickets) -> Tickets:
-        """Do the same as `take` with the tickets that request the same weights version as the oldest one.
+    @property
+    def rank(self) -> int:
+        """The rank of the next batch among those of other models: the lowest is computed first.
 
-        No ticket overtakes another one of its lane: otherwise a session's reset could be computed before the last step
-        of its episode, and that step on the new episode's state.
+        It is the highest priority of a waiting ticket, unless other models' batches were preferred too often.
         """
-        same = waiting["version"] == waiting["version"][0]
+        if self.skipped >= PASSED_OVER:
+            return -self.skipped
+        return int(self.waiting["priority"].min()) if self.ranked and self._end else NORMAL
+
+    def _ranks(self, waiting: Tickets) -> NDArray[np.int64]:
+        """Return the rank of each ticket: its priority, or a lower number if that was passed over too often."""
+        ranks = waiting["priority"].astype(np.int64)
+        for priority, passed in self._passed.items():
+            if passed >= PASSED_OVER:
+                ranks[waiting["priority"] == priority] = -passed
+        return ranks
+
+    def _pass_over(self, batch: Tickets) -> None:
+        """Count the batches that had no tickets of a priority, after one was taken."""
+        taken, waiting = set(batch["priority"].tolist()), set(self.waiting["priority"].tolist())
+        for priority in PRIORITIES:
+            self._passed[priority] = self._passed[priority] + 1 if priority in waiting - taken else 0
+        self.ranked = bool(waiting - {NORMAL})
+
+    def _take_of_one_version(self, waiting: Tickets) -> Tickets:
+        """Do the same as `take` with the tickets that request the same weights version as the first one.
+
+        That is the oldest one, or of the lanes' oldest ones that of the highest priority. No ticket overtakes another
+        one of its lane: otherwise a session's reset could be computed before the last step of its episode, and that
+        step on the new episode's state.
+        """
         lanes, order = waiting["lane"], np.arange(len(waiting))
+        ranks, first = None, 0
+        if self.ranked:
+            ranks = self._ranks(waiting)
+            heads = np.sort(np.unique(lanes, return_index=True)[1])
+            first = int(heads[np.argmin(ranks[heads])])
+        same = waiting["version"] == waiting["version"][first]
         other = np.full(MAX_LANES, len(waiting))  # by lane: the first that requests another version
         np.minimum.at(other, lanes[~same], order[~same])
         same &= order < other[lanes]
         chosen = np.zeros(len(waiting), np.bool_)
-        chosen[np.flatnonzero(same)[fair_choice(waiting[same], self.max_batch)]] = True
+        of_same = None if ranks is None else ranks[same]
+        chosen[np.flatnonzero(same)[fair_choice(waiting[same], self.max_batch, ranks=of_same)]] = True
         batch: Tickets = waiting[chosen].copy()
         self._keep(~chosen)
         self.pinned = bool(self.waiting["version"].any())
+        if self.ranked:
+            self._pass_over(batch)
         return batch
 
     def drop(self, lane: int) -> Tickets:
@@ -152,6 +197,7 @@ def fair_choice(
     costs: NDArray[np.int64] | None = None,
     max_cost: int = 0,
     turns: NDArray[np.int64] | None = None,
+    ranks: NDArray[np.int64] | None = None,
 ) -> NDArray[np.bool_]:
     """Choose the next tickets when more wait than fit into a batch. Return a mask over `tickets`.
 
@@ -166,6 +212,7 @@ def fair_choice(
         max_rows: the maximum number of rows in the batch.
         costs, max_cost: each ticket's cost and the maximum of the batch; None: only rows count.
         turns: the turn in which each ticket's lane was last served.
+        ranks: of each ticket, the same for all of a lane; those of a lower one come first. None: all are equal.
     """
     rows = tickets["rows"].astype(np.int64)
     weights = rows if costs is None else costs
@@ -176,7 +223,10 @@ def fair_choice(
     behind -= np.maximum.accumulate(np.where(first_of_lane, behind, 0))
     place = np.empty(len(tickets), np.int64)
     place[by_lane] = behind
-    order = np.argsort(place, kind="stable") if turns is None or costs is None else np.lexsort((turns, place))
+    keys = [place] if turns is None or costs is None else [turns, place]
+    if ranks is not None:
+        keys.append(ranks)
+    order = np.argsort(place, kind="stable") if len(keys) == 1 else np.lexsort(keys)  # the last key is the first
     fits = int(np.searchsorted(np.cumsum(rows[order]), max_rows, side="right"))
     if costs is not None:
         fits = min(fits, int(np.searchsorted(np.cumsum(costs[order]), max_cost, side="right")))

@@ -429,7 +429,7 @@ class Relay:
         if lane is None:
             raise Error(f"lane {lease.lane} is locked by another client: ask again", Code.BUSY)
         number = secrets.randbits(63) | 1
-        granted = Lease(model=lease.model, lease=number, rows=lease.rows)
+        granted = Lease(model=lease.model, lease=number, rows=lease.rows, priority=lease.priority)
         granted.model.arena = ""
         held = HeldLane(lane, sender, call, granted, lease.first_row, lease.rows)
         self._lanes[number] = held

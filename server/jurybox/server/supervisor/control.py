@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, asleep, plain, said
-from jurybox.protocol.scoreboard import PAUSE_LOCK, Scoreboard
+from jurybox.protocol.scoreboard import NORMAL, PAUSE_LOCK, PRIORITIES, Scoreboard
 from jurybox.protocol.segment import is_locked
 from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
 from jurybox.server.logs import traced
@@ -231,7 +231,9 @@ class ControlHandlers:
                 f"raise models.{held.name}.rows"
             )
         engines = held.only or range(len(self._engines.addresses))
-        lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number, engines)
+        if (priority := request.priority or NORMAL) not in PRIORITIES:
+            raise Refused(f"priority={priority} was asked for: expected 1 (first), 2 (normal) or 3 (last)")
+        lane = self._leases.grant(held.index, rows, held.arena.rows, held.arena_number, engines, priority)
         return pb.Lease(
             model=held.message(),
             lane=lane.lane,
@@ -239,6 +241,7 @@ class ControlHandlers:
             first_row=lane.first,
             rows=lane.rows,
             engine=lane.engine,
+            priority=request.priority,
         )
 
     def _release(self, request: pb.ReleaseRequest) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jurybox import native
 from jurybox.protocol.errors import Busy
-from jurybox.protocol.scoreboard import MAX_LANES, Scoreboard
+from jurybox.protocol.scoreboard import MAX_LANES, NORMAL, Scoreboard
 
 GRACE = 2.0  # seconds from the grant to the client's lock
 
@@ -58,12 +58,19 @@ class Leases:
         return found if found is not None and found.lease == lease and found.retiring is None else None
 
     def grant(
-        self, model: int, rows: int, arena_rows: int, arena: int = 0, engines: Sequence[int] = (0,)
+        self,
+        model: int,
+        rows: int,
+        arena_rows: int,
+        arena: int = 0,
+        engines: Sequence[int] = (0,),
+        priority: int = NORMAL,
     ) -> LeasedLane:
         """Lease `rows` adjacent rows of a model's arena, whose number is `arena`.
 
         Args:
             engines: those that compute the model; the lane gets the one with the fewest lanes of the model.
+            priority: of its tickets, one of scoreboard.PRIORITIES.
 
         Raises:
             Busy: no such run of rows, or no lane, is free; the message says how many are leased.
@@ -82,7 +89,7 @@ class Leases:
         self._next += 1
         self._lanes[lane] = leased_lane
         for lanes in (self._scoreboard.own_lanes, self._scoreboard.lanes):
-            native.grant_lane(lanes, lane, model, first, rows, arena, leased_lane.lease)
+            native.grant_lane(lanes, lane, model, first, rows, arena, leased_lane.lease, priority)
         return leased_lane
 
     def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:

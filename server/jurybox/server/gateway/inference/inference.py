@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jurybox.client.juror import score_output
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.row_frames import extents_text, joined_strings
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
 from jurybox.server.gateway.app import SelfTest
@@ -216,11 +217,11 @@ class OpenInference:
         """Run a request whose tensors all lie in device memory.
 
         Raises:
-            Refused (code UNSUPPORTED): it belongs to a sequence, or has a parameter for which the gateway would have to
-                write to the tensors. Any error of `CudaRegions.infer`.
+            Refused (code UNSUPPORTED): it belongs to a sequence, has a priority, or a parameter for which the gateway
+                would have to write to the tensors. Any error of `CudaRegions.infer`.
         """
-        if options.steps is not None or options.row_errors:
-            name = ROW_ERRORS if options.steps is None else "a sequence"
+        if options.steps is not None or options.row_errors or options.priority != NORMAL:
+            name = "a sequence" if options.steps is not None else ROW_ERRORS if options.row_errors else "a priority"
             raise Refused(
                 f"{name} came with tensors in CUDA regions: expected none, or the tensors in the request or in system "
                 "shared memory",
@@ -275,7 +276,7 @@ class OpenInference:
         tries = _TRIES
         failed: Mapping[int, str] = {}
         while True:
-            held = await self.lanes.hold_soon(request.model, exchanged)
+            held = await self.lanes.hold_soon(request.model, exchanged, options.priority)
             _require_sequence(held, turn)
             takes, gives = _specs(held.spec, options)
             inputs, n = self._inputs(held, takes, request.inputs)

@@ -1,4 +1,4 @@
-"""The gateway as a client of the engines: one lane for each model.
+"""The gateway as a client of the engines: one lane for each model, and for each priority of requests to it.
 
 The requests of all callers share the lane, so the engine batches them.
 
@@ -21,12 +21,14 @@ from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, asleep
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
 from jurybox.server.security.pace import Pace
 
 T = TypeVar("T")
+_Key = tuple[str, int]  # a model's name and a priority
 
 DEFAULT_TIMEOUT = 60.0  # seconds for a request without a time-out of its own
 _CONNECT = 2.0  # seconds that the server has to answer on the control socket
@@ -39,6 +41,7 @@ class ModelLane:
     """A lane of a model, leased until the model's spec changes.
 
     Attributes:
+        key: the model's name, and the priority of the lane's requests.
         rows: its number of rows.
         engines: the number of engines that compute its tickets at the same time.
         makeshift: whether it was leased with fewer rows than a full one, such as the one row of a probe.
@@ -46,8 +49,9 @@ class ModelLane:
         sessions: for a stateful model, one session for each row; else None. `free` are those without a sequence.
     """
 
-    def __init__(self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes) -> None:
+    def __init__(self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes, key: _Key) -> None:
         self.model = model
+        self.key = key
         self.spec: ModelSpec = model.spec
         self.rows = rows
         self.makeshift = makeshift
@@ -118,32 +122,34 @@ class Lanes:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None
-        self._held: dict[str, ModelLane] = {}
-        self._holding: dict[str, asyncio.Future[ModelLane]] = {}
+        self._held: dict[_Key, ModelLane] = {}
+        self._holding: dict[_Key, asyncio.Future[ModelLane]] = {}
 
-    async def hold(self, name: str, *, trying: bool = False) -> ModelLane:
+    async def hold(self, name: str, *, trying: bool = False, priority: int = NORMAL) -> ModelLane:
         """Return the lane of a model; lease it first if there is none.
 
         Args:
+            priority: of the lane's requests.
             trying: one row is enough. The lane serves requests too, until one of them leases a larger lane.
 
         Raises:
             ModelNotFound, ModelFailed; Refused (code NOT_READY): it is loading; Busy: its arena has no free rows.
         """
-        held = self._held.get(name)
+        key = name, priority
+        held = self._held.get(key)
         if held is not None and (
             trying or not held.makeshift or held.has_sequence or time.monotonic() < held.largest_until
         ):
             return held
         require_name(name)
-        holding = self._holding.get(name)
+        holding = self._holding.get(key)
         if holding is None:
-            holding = asyncio.get_running_loop().run_in_executor(self._thread, self._lease, name, trying, held)
-            self._holding[name] = holding
-            holding.add_done_callback(lambda done: self._leased(name, done))
+            holding = asyncio.get_running_loop().run_in_executor(self._thread, self._lease, key, trying, held)
+            self._holding[key] = holding
+            holding.add_done_callback(lambda done: self._leased(key, done))
         return await asyncio.shield(holding)  # a cancelled caller must not cancel it for the others
 
-    async def hold_soon(self, name: str, until: float) -> ModelLane:
+    async def hold_soon(self, name: str, until: float, priority: int = NORMAL) -> ModelLane:
         """Return the lane as `hold` does; if no row is free, wait for one until `until` (s of the monotonic clock).
 
         For sequences, also wait for a larger lane if this one was leased just now with few rows.
@@ -154,7 +160,7 @@ class Lanes:
         while True:
             late = time.monotonic() > until
             try:
-                held = await self.hold(name)
+                held = await self.hold(name, priority=priority)
                 if late or not held.may_be_exchanged:
                     return held
             except Error as error:
@@ -166,8 +172,8 @@ class Lanes:
             await asyncio.sleep(SOON)
 
     def held(self, name: str) -> ModelLane | None:
-        """Return the lane of a model if `hold` would return it without leasing, else None."""
-        held = self._held.get(name)
+        """Return the lane of a model's normal requests if `hold` would return it without leasing, else None."""
+        held = self._held.get((name, NORMAL))
         return None if held is None or held.makeshift else held
 
     async def ask(self, held: ModelLane, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
@@ -261,8 +267,8 @@ class Lanes:
         if held.retired:
             return
         held.retired = True
-        if self._held.get(held.spec.name) is held:
-            del self._held[held.spec.name]
+        if self._held.get(held.key) is held:
+            del self._held[held.key]
         why = f"the lane of {held.spec.name!r} was taken back: ask again"
         held.coalescer.give_up(Refused(why, Code.STALE_LEASE))
         self.let_go(held)
@@ -322,19 +328,20 @@ class Lanes:
             raise row_failed(held.spec.name, dict(sorted(errors.items())), n, shaped(outputs), min(versions))
         return outputs, min(versions)
 
-    def _leased(self, name: str, done: asyncio.Future[ModelLane]) -> None:
-        self._holding.pop(name, None)
+    def _leased(self, key: _Key, done: asyncio.Future[ModelLane]) -> None:
+        self._holding.pop(key, None)
         if done.cancelled() or done.exception() is not None:
             return
-        earlier, held = self._held.get(name), done.result()
+        earlier, held = self._held.get(key), done.result()
         if held is not earlier:
-            self._held[name] = held
+            self._held[key] = held
             if earlier is not None:
                 earlier.retired = True  # requests in flight are still answered there
                 self.let_go(earlier)
 
-    def _lease(self, name: str, trying: bool, earlier: ModelLane | None) -> ModelLane:
+    def _lease(self, key: _Key, trying: bool, earlier: ModelLane | None) -> ModelLane:
         """Lease as many rows as available, or one for a probe. Runs in the thread."""
+        name, priority = key
         try:
             server = self._connected()
             message = server.describe(name)
@@ -360,10 +367,10 @@ class Lanes:
                     earlier.makeshift = rows < wanted
                     return earlier  # no more rows are free, so keep the present lane
                 try:
-                    model = server.model(name, rows=rows, wait=False)
+                    model = server.model(name, rows=rows, wait=False, priority=priority)
                     # Stateless requests work with few rows; every sequence needs its own row.
                     few = stateful and rows < wanted
-                    return ModelLane(model, rows, makeshift=trying or few, lanes=self)
+                    return ModelLane(model, rows, makeshift=trying or few, lanes=self, key=key)
                 except Busy:
                     if rows == 1:
                         raise

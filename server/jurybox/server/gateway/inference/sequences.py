@@ -231,6 +231,7 @@ class Turn:
                 "raise the model's 'rows' in the server's configuration"
             )
         for sequence in wanting:
+            self._all.release(sequence)  # of another lane, if it is started again with another priority
             sequence.held, sequence.slot, sequence.next = held, held.free.pop(), None
 
     def _stepped(self, rows: Sequence[int]) -> None:

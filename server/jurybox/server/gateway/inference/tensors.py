@@ -16,6 +16,7 @@ from jurybox.client.row_codec import utf8
 from jurybox.protocol.dtypes import is_floating
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for, plain
 from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
+from jurybox.protocol.scoreboard import NORMAL, PRIORITIES
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
 
 Parameters = Mapping[str, Any]  # bool, int, float or str
@@ -296,6 +297,7 @@ class RequestParameters:
         steps: the steps of its sequences; None: it belongs to none.
         over: the id of one of our own clients, whose sessions end; empty: none.
         state: GET to return the sequences' state, SET to replace it by the inputs; then nothing is computed.
+        priority: one of scoreboard.PRIORITIES.
     """
 
     seconds: float | None = None
@@ -305,6 +307,7 @@ class RequestParameters:
     steps: Steps | None = None
     over: str = ""
     state: str = ""
+    priority: int = NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +329,7 @@ NO_PARAMETERS = RequestParameters()
 
 def request_parameters(parameters: Parameters) -> RequestParameters:
     """Parse the parameters of a request. Raises Refused (code UNSUPPORTED), which names the unsupported parameter."""
-    seconds, client, state = None, "", ""
+    seconds, client, state, priority = None, "", "", NORMAL
     flags = dict.fromkeys((_FINAL, ROW_ERRORS, _EXTENTS, "sequence_start", "sequence_end"), False)
     sequence: int | str = 0
     sessions: str | None = None
@@ -335,8 +338,8 @@ def request_parameters(parameters: Parameters) -> RequestParameters:
             microseconds = _whole(name, value, _MOST_MICROSECONDS)
             seconds = microseconds / 1e6 if microseconds else None  # 0: none, as in Triton
         elif name == "priority":
-            if _whole(name, value, 2**64 - 1):
-                raise _refused(f"priority={value}: requests are answered in the order they come, expected 0 or none")
+            if (priority := _whole(name, value, 2**64 - 1) or NORMAL) not in PRIORITIES:
+                raise _refused(f"priority={value}: expected 1 (first), 2 (normal) or 3 (last); 0 or none is normal")
         elif name == "sequence_id":
             sequence = _sequence_id(value)
         elif name in flags:
@@ -369,7 +372,7 @@ def request_parameters(parameters: Parameters) -> RequestParameters:
         over = client
     if state and steps is None:
         raise malformed("session_state came without a sequence: expected a sequence_id")
-    return RequestParameters(seconds, flags[_FINAL], flags[ROW_ERRORS], flags[_EXTENTS], steps, over, state)
+    return RequestParameters(seconds, flags[_FINAL], flags[ROW_ERRORS], flags[_EXTENTS], steps, over, state, priority)
 
 
 def _sequence_id(value: object) -> int | str:
