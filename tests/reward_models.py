@@ -115,3 +115,15 @@ class Judged(nn.Module):
 def judged():
     numbers = {name: TensorSpec("float32") for name in ("graded", "right", "strict")}
     return ServedModel(Judged(), {"image": IMAGE, "metadata": TEXT}, numbers)
+
+
+class Scaled(nn.Module):
+    """The length of each text times the scale, plus the seed."""
+
+    def forward(self, text, scale, seed):
+        return torch.tensor([float(len(row)) for row in text]) * scale + seed
+
+
+def scaled():
+    inputs = {"text": TEXT, "scale": TensorSpec("float32"), "seed": TensorSpec("int32")}
+    return ServedModel(Scaled(), inputs, {"score": TensorSpec("float32")})

@@ -212,3 +212,25 @@ def slow(name, pause):
     """Another policy of this file, which takes `pause` seconds for a batch."""
     served = globals()[name]()
     return ServedModel(Slow(served.module, pause), served.inputs, served.outputs)
+
+
+class Steered(nn.Module):
+    """Every action is (the sum of the state times the scale, plus the seed; the length of the task)."""
+
+    def forward(self, state, seed, scale, task):
+        first = state.flatten(1).sum(1) * scale + seed
+        second = torch.tensor([float(len(text)) for text in task])
+        return torch.stack([first, second], dim=1)[:, None].expand(-1, HORIZON, -1).contiguous()
+
+
+def steered(state="state/arm"):
+    return ServedModel(
+        Steered(),
+        {
+            state: TensorSpec("float32", (3,)),
+            "seed": TensorSpec("int64"),
+            "scale": TensorSpec("float32"),
+            "task": TensorSpec("bytes", capacity=20),
+        },
+        {"actions": CHUNK},
+    )

@@ -84,12 +84,12 @@ void a_lane_of_another_arena_is_not_computed() {
 
 void a_ticket_has_the_priority_of_its_lane_and_no_other_value() {
     World world;
-    for (const std::uint16_t given : {0, 1, 2, 3, 4, 65535}) {
+    for (const std::uint16_t given : std::vector<std::uint16_t>{0, 1, 2, 3, 4, 65535}) {
         grant(world.lanes[0], 0, 0, 64, 5, 9, given);
         Ticket t = ticket(0, 9, 0, 1);
-        const bool known = given >= kFirst && given <= kLast;
+        const std::uint16_t expected = given >= kFirst && given <= kLast ? given : std::uint16_t{kNormal};
         const Admitted result = world.admission.admit(&t, 1, 1, world.lanes.data(), world.lanes.size(), kLimits, kArenas, kModels);
-        CHECK(t.state.code == kOk && t.state.priority == (known ? given : kNormal));
+        CHECK(t.state.code == kOk && t.state.priority == expected);
         CHECK(result.ranked == (t.state.priority != kNormal));
     }
 }

@@ -157,7 +157,7 @@ class Juror:
         """
         if (sender := _sender.juror) is not None and (sender is self or self._needs(sender)):
             return self._scores_within(columns, n)
-        asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
+        asked = _Asked(columns, n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         try:
             return asked.answer.result(self._timeout + _GRACE)
@@ -166,7 +166,7 @@ class Juror:
 
     async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
         """Like `scores`, as a coroutine; calls in the same iteration of the event loop are sent together."""
-        asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
+        asked = _Asked(columns, n, time.monotonic() + self._timeout)
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(loop, [])
         turn.append(asked)
@@ -176,7 +176,7 @@ class Juror:
 
     def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
         """Send a request now, from any thread; call and await the result to get what `scores_async` returns."""
-        asked = _Asked(dict(columns), n, time.monotonic() + self._timeout)
+        asked = _Asked(columns, n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         return partial(self._scored, asked)
 
@@ -204,7 +204,7 @@ class Juror:
                 self._answering.release()
 
     def _scores_by(self, model: Model, columns: Mapping[str, Any], n: int) -> Scores:
-        call = Call(dict(columns), n, time.monotonic() + self._timeout)
+        call = Call(columns, n, time.monotonic() + self._timeout)
         call.fit(model.spec, self._inputs, partial=self._partial)
         return Scores(*self._computed(model, call.rows, call.until))
 
@@ -493,7 +493,7 @@ class _Vote:
 class _Asked(Call):
     """A call that waits for its scores."""
 
-    def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
+    def __init__(self, columns: Mapping[str, Any], n: int, until: float) -> None:
         super().__init__(columns, n, until)
         self.waits_for: list[_Asked] = []  # a panel's members
         self.answer: Answer[Scores] = Answer()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from jurybox.client.row_codec import utf8
 from jurybox.protocol.dtypes import BITS
 from jurybox.protocol.errors import SpecMismatch, said
+from jurybox.protocol.parameters import parameter_row
 from jurybox.protocol.row_arrays import array_of
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
@@ -33,11 +34,19 @@ def column_names(name: str, source: str | None) -> tuple[str, ...]:
     return (source,) if source else (name, *_ALSO.get(name, ()))
 
 
+class Columns(dict[str, Any]):
+    """The columns of a call, and values that all of its rows have: parameters of the model, if it has such."""
+
+    def __init__(self, columns: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+        super().__init__(columns)
+        self.parameters = parameters
+
+
 class Call:
     """The rows of one call. After `fit`, each of `rows` is a dict of inputs, or the reason why the row does not fit."""
 
-    def __init__(self, columns: dict[str, Any], n: int, until: float) -> None:
-        self.columns = columns
+    def __init__(self, columns: Mapping[str, Any], n: int, until: float) -> None:
+        self.columns = Columns(columns, getattr(columns, "parameters", {}))
         self.n = n
         self.until = until
         self.rows: list[dict[str, Any] | str] = []
@@ -45,7 +54,8 @@ class Call:
     def fit(self, spec: ModelSpec, inputs: Inputs, *, partial: bool = False) -> None:
         if (unknown := inputs.keys() - spec.inputs.keys()) and not partial:
             raise SpecMismatch(f"model {spec.name!r} has no input {', '.join(unknown)}: it takes {list(spec.inputs)}")
-        given = {name: self._column(spec.name, name, inputs.get(name)) for name in spec.inputs}
+        free = {parameter.input: name for name, parameter in spec.parameters.items()}
+        given = {name: self._column(spec, name, inputs.get(name), free.get(name)) for name in spec.inputs}
         rows: list[dict[str, Any] | str] = []
         for i in range(self.n):
             try:
@@ -57,12 +67,22 @@ class Call:
             raise SpecMismatch(f"not one of {self.n} rows fits model {spec.name!r}; the first: {wrong[0]}")
         self.rows = rows
 
-    def _column(self, model: str, name: str, source: Any) -> Sequence[Any]:
+    def _column(self, spec: ModelSpec, name: str, source: Any, parameter: str | None) -> Sequence[Any]:
+        """Return the values of an input.
+
+        Args:
+            source: where they come from, if the caller has said so.
+            parameter: the name of the parameter that the input is; None: it is none.
+        """
+        model = spec.name
         if callable(source):
             column = source(self.columns)
         else:
             names = column_names(name, source)
             found = next((key for key in names if self.columns.get(key) is not None), None)
+            if found is None and parameter is not None:
+                value = self.columns.parameters.get(parameter, spec.parameters[parameter].default)
+                return [parameter_row(parameter, spec.inputs[name], value)] * self.n
             if found is None:
                 raise SpecMismatch(
                     f"input {name!r} of model {model!r}: expected a column {' or '.join(map(repr, names))}, there are "

@@ -25,7 +25,7 @@ from jurybox.protocol.device_memory import Driver
 from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout
 from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.scoreboard import ENGINE, NORMAL, EngineState
-from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.protocol.spec import ModelSpec, TensorSpec, parameters_of
 from jurybox.protocol.wire import build_version
 
 if TYPE_CHECKING:
@@ -384,7 +384,8 @@ def traced(transport: Transport, model: str, scoreboard: str | None = None, lane
 
 def spec_of(message: pb.ModelMessage) -> ModelSpec:
     """Return the spec in a model's message."""
-    return ModelSpec(message.name, _specs(message.inputs), _specs(message.outputs), _specs(message.session_state))
+    tensors = (_specs(part) for part in (message.inputs, message.outputs, message.session_state))
+    return ModelSpec(message.name, *tensors, parameters=parameters_of(message))
 
 
 def _specs(messages: Any) -> dict[str, TensorSpec]:

@@ -20,8 +20,18 @@ class TensorSpecMessage(_message.Message):
     finite: bool
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., capacity: _Optional[int] = ..., finite: _Optional[bool] = ...) -> None: ...
 
+class ParameterMessage(_message.Message):
+    __slots__ = ("name", "input", "default_json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    input: str
+    default_json: str
+    def __init__(self, name: _Optional[str] = ..., input: _Optional[str] = ..., default_json: _Optional[str] = ...) -> None: ...
+
 class ModelMessage(_message.Message):
-    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "session_state", "engines", "max_lag")
+    __slots__ = ("name", "index", "inputs", "outputs", "state", "reason", "max_batch", "arena", "arena_rows", "weights", "digest", "settled", "session_state", "parameters", "engines", "max_lag")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +45,7 @@ class ModelMessage(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     SESSION_STATE_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     MAX_LAG_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -50,9 +61,10 @@ class ModelMessage(_message.Message):
     digest: str
     settled: bool
     session_state: _containers.RepeatedCompositeFieldContainer[TensorSpecMessage]
+    parameters: _containers.RepeatedCompositeFieldContainer[ParameterMessage]
     engines: _containers.RepeatedScalarFieldContainer[int]
     max_lag: int
-    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., session_state: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., engines: _Optional[_Iterable[int]] = ..., max_lag: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., index: _Optional[int] = ..., inputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., max_batch: _Optional[int] = ..., arena: _Optional[str] = ..., arena_rows: _Optional[int] = ..., weights: _Optional[str] = ..., digest: _Optional[str] = ..., settled: _Optional[bool] = ..., session_state: _Optional[_Iterable[_Union[TensorSpecMessage, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterMessage, _Mapping]]] = ..., engines: _Optional[_Iterable[int]] = ..., max_lag: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("client", "pid")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 
 from jurybox.protocol.dtypes import numpy_dtype
 from jurybox.protocol.errors import plain
+from jurybox.protocol.parameters import Parameter, parameter_row
 
 _MOST_ELEMENTS = 1 << 31
 _LONGEST_NAME = 200  # characters of a tensor's name
@@ -179,12 +181,14 @@ class ModelSpec:
     """The spec of a served model: its name, inputs and outputs by name, in order.
 
     `state` is the state that the model keeps for each session between requests, by name; it stays on the server.
+    `parameters` are inputs that a request may leave out, or bring as a parameter of that name for all of its rows.
     """
 
     name: str
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
     state: Mapping[str, TensorSpec] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.inputs or not self.outputs:
@@ -200,6 +204,26 @@ class ModelSpec:
                 raise ValueError(f"state {name!r} of model {self.name!r} is {tensor}: state has a fixed shape")
             if name in self.inputs:
                 raise ValueError(f"model {self.name!r} has an input and a state {name!r}: expected different names")
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        for name, parameter in self.parameters.items():
+            tensor = self.inputs.get(parameter.input)
+            if tensor is None or (tensor.shape and tensor.dtype != BYTES):
+                there = ", ".join(f"{key} {one}" for key, one in self.inputs.items())
+                raise ValueError(
+                    f"parameter {name!r} is the input {parameter.input!r}: expected one of a single value or of bytes; "
+                    f"model {self.name!r} takes {there}"
+                )
+            parameter_row(f"{name}.default", tensor, parameter.default)
+        if len({parameter.input for parameter in self.parameters.values()}) < len(self.parameters):
+            raise ValueError(f"two parameters of model {self.name!r} are one input: expected an input for each")
+
+    @property
+    def required(self) -> dict[str, TensorSpec]:
+        """The inputs that a request must bring: all but those of parameters."""
+        free = {parameter.input for parameter in self.parameters.values()}
+        return {name: tensor for name, tensor in self.inputs.items() if name not in free}
 
     @property
     def open(self) -> bool:
@@ -232,3 +256,10 @@ def tell_spec(message: Any, spec: ModelSpec) -> None:
     ):
         for name, one in specs.items():
             target.add(name=name, dtype=one.dtype, shape=one.shape, capacity=one.capacity, finite=one.finite)
+    for name, parameter in spec.parameters.items():
+        message.parameters.add(name=name, input=parameter.input, default_json=json.dumps(parameter.default))
+
+
+def parameters_of(message: Any) -> dict[str, Parameter]:
+    """Return the parameters in a model's message."""
+    return {one.name: Parameter(one.input, json.loads(one.default_json)) for one in message.parameters}

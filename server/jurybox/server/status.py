@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.scoreboard import MAX_LANES, EngineState, Scoreboard, state_of
+from jurybox.protocol.spec import parameters_of
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 if TYPE_CHECKING:
@@ -192,6 +193,9 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane],
         "inputs": _specs(message.inputs),
         "outputs": _specs(message.outputs),
         "session_state": _specs(message.session_state),
+        "parameters": {
+            name: {"input": one.input, "default": one.default} for name, one in parameters_of(message).items()
+        },
         "max_batch": message.max_batch,
         "warm_up": dict(held.warm_up),
         "arena": {"segment": message.arena, "rows": message.arena_rows},

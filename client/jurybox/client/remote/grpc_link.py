@@ -28,6 +28,7 @@ from jurybox.protocol.errors import (
     asleep,
     plain,
 )
+from jurybox.protocol.parameters import Parameter
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec, specs_from_plain, tell_spec
 
@@ -197,7 +198,9 @@ def _tell(message: ModelMessage, contract: str) -> None:
     try:
         parsed = json.loads(contract)
         specs = (specs_from_plain(parsed[kind]) for kind in ("inputs", "outputs", "state"))
-        tell_spec(message, ModelSpec(message.name, *specs))
+        given = parsed.get("parameters", {})  # which an older server does not tell
+        parameters = {name: Parameter(*one) for name, one in given.items()}
+        tell_spec(message, ModelSpec(message.name, *specs, parameters=parameters))
     except (ValueError, TypeError, KeyError) as error:
         raise Refused(f"the server's description of model {message.name!r} is malformed: {plain(error, 200)}") from None
 

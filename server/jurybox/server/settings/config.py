@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from jurybox.protocol.address import default_address, is_loopback, local_address
 from jurybox.protocol.errors import Refused, did_you_mean
+from jurybox.protocol.parameters import MOST_PARAMETERS, RESERVED, Parameter
 from jurybox.protocol.scoreboard import MAX_ENGINES, MAX_MODELS
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
 from jurybox.protocol.wire import MAX_NAME
@@ -106,6 +107,7 @@ _FROM_ELSEWHERE = frozenset(
     {
         *("factory", "args", "max_batch", "min_batch", "max_wait_us", "rows", "lane_rows", "group"),
         *("publish", "keep_versions", "max_lag", "dtype", "channels_last", "cuda_graphs", "deterministic", "audit"),
+        "parameters",
     }
 )
 LONGEST_KEEP = 3600.0  # seconds that a model may be kept without a request of the client that loaded it
@@ -116,6 +118,13 @@ _NAMED = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Factory = Annotated[str, _text(_NAMED, '"module:callable" such as "jurybox.server.jurors:panel"')]
 FactoryPattern = Annotated[
     str, _text(rf"{_NAMED}|[A-Za-z_][\w.]*:\*", '"module:callable", or "module:*" for all that the module defines')
+]
+ParameterName = Annotated[
+    str,
+    _text(
+        rf"(?!(?:{'|'.join(sorted(RESERVED))})$)[A-Za-z_][\w.-]{{0,63}}",
+        f"a name of letters, digits, '_', '.' and '-' that is none of {', '.join(sorted(RESERVED))}",
+    ),
 ]
 ModelName = Annotated[
     str,
@@ -250,6 +259,13 @@ class TensorSettings(_Strict):
         return self
 
 
+class ParameterSettings(_Strict):
+    """A parameter of requests that is an input of the model: its value if none comes, and the input's name."""
+
+    default: bool | int | float | str
+    input: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
 @dataclass(slots=True)
 class _Holders:
     """The server's own users of a model that keep a lane of it: dialects, directly or through a panel, and robots."""
@@ -317,6 +333,7 @@ class ModelSettings(_Strict):
     deterministic: bool = False
     cache_mib: int = Field(default=0, ge=0, le=1 << 20)
     audit: bool = False
+    parameters: dict[ParameterName, ParameterSettings] = Field(default={}, max_length=MOST_PARAMETERS)
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
     _holders: _Holders = PrivateAttr(default_factory=_Holders)
@@ -378,6 +395,10 @@ class ModelSettings(_Strict):
             "min_batch": self.min_batch > 1,
         }
         return next((name for name, there in given.items() if there), "")
+
+    def own_parameters(self) -> dict[str, Parameter]:
+        """Return the parameters, with the names of their inputs."""
+        return {name: Parameter(one.input or name, one.default) for name, one in self.parameters.items()}
 
     def resolve_rows(self, row_bytes: int, *, state: bool = False) -> int:
         """Return the number of rows of the arena.

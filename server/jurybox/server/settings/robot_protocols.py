@@ -34,7 +34,7 @@ def problem(speaks: str, spec: ModelSpec) -> str:
 
 
 def _lerobots_problem(spec: ModelSpec) -> str:
-    for name, tensor in spec.inputs.items():
+    for name, tensor in spec.required.items():
         if (tensor.dtype == BYTES) is not (name == "task") or not (name == "task" or name.startswith("observation.")):
             return (
                 f"input {name!r} of model {spec.name!r}, {tensor}: expected observation.state, "
@@ -53,7 +53,7 @@ def modalities(spec: ModelSpec) -> dict[str, dict[str, Any]]:
         SpecMismatch: an input is of no modality, or those of one modality differ in their times.
     """
     times: dict[str, dict[str, int]] = {}
-    for name, tensor in spec.inputs.items():
+    for name, tensor in spec.required.items():
         kind, slash, key = name.partition("/")
         if (
             not slash

@@ -63,7 +63,7 @@ def _require_fields(speaks: str, dialect: DialectSettings, panel: PanelSettings 
     fields, if_named = FIELDS[speaks], IF_NAMED.get(speaks, {})
     if speaks in PICKLED and panel is not None and set(JUDGED) <= panel.members.keys():
         fields = GENEVAL
-    for name, tensor in spec.inputs.items():
+    for name, tensor in spec.required.items():
         source = dialect.inputs.get(name)
         field = next((one for one in column_names(name, source) if one in fields), source)
         kind = fields.get(field or "") or if_named.get(source or "") or (OTHERS.get(speaks, "") if source else "")

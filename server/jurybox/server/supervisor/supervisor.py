@@ -442,7 +442,8 @@ class Supervisor:
             return
         self._control.let_go_of_loads(held)  # of earlier loads, whose folder this one may need
         try:
-            spec = ModelSpec(held.name, *(specs_from_plain(message[kind]) for kind in ("inputs", "outputs", "state")))
+            tensors = (specs_from_plain(message[kind]) for kind in ("inputs", "outputs", "state"))
+            spec = ModelSpec(held.name, *tensors, parameters=settings.own_parameters())
             self._require_answerable(spec)
             weights = [(name, dtype, tuple(shape)) for name, dtype, shape in message["weights"]]
             layout = WeightsLayout(weights) if weights else None

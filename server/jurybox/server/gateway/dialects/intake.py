@@ -32,7 +32,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from jurybox import native
 from jurybox.client.juror import Juror, Passing
 from jurybox.client.juror import Scores as Found
-from jurybox.client.juror_rows import PICTURE_MODES
+from jurybox.client.juror_rows import PICTURE_MODES, Columns
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 from jurybox.protocol.spec import VARIABLE, TensorSpec
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge
@@ -157,12 +157,14 @@ class Request(NamedTuple):
         pictures: n pictures of each field of pictures ("image", "source", ...), encoded (bytes or base64 text) or as
             uint8 (height, width, 3); of "video" n lists of frames, each of such pictures of one size.
         context: further data of the request that its answer needs.
+        parameters: values of the request that are parameters of the model, if it has such; others are ignored.
     """
 
     columns: Mapping[str, Any]
     n: int
     pictures: Mapping[str, Sequence[Any]] = MappingProxyType({})
     context: Any = None
+    parameters: Mapping[str, Any] = MappingProxyType({})
 
 
 class Reply(NamedTuple):
@@ -367,6 +369,8 @@ class Intake:
             given = {name: [values[i] for i in good] for name, values in given.items()}
         if not good:
             return _Begun(found, good)
+        if request.parameters:
+            given = Columns(given, request.parameters)
         scores = self._juror.scores_here(given, len(good)) if here else None
         return _Begun(found, good, scores, None if scores is not None else self._juror.ask(given, len(good)))
 
@@ -618,6 +622,11 @@ def _webp_size(data: bytes) -> tuple[int, int]:
         return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
     bits = int.from_bytes(data[21:25], "little")
     return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+
+
+def scalars(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the single values of a body, of which some may be parameters of the model."""
+    return {name: value for name, value in body.items() if type(value) in (bool, int, float, str)}
 
 
 def listed(body: Mapping[str, Any], name: str, n: int | None = None) -> list[Any]:

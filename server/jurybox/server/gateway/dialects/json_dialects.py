@@ -12,7 +12,7 @@ from jurybox import native
 from jurybox.client.juror import Passing
 from jurybox.client.juror import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed, scalars
 
 MEDIA = "application/json"
 _METRIC = "score"
@@ -48,7 +48,7 @@ def _openrlhf(body: bytes) -> Request:
     for field, name in (("prompts", "prompt"), ("labels", "label")):
         if given.get(field) is not None:
             columns[name] = listed(given, field, len(queries))
-    return Request(columns, len(queries))
+    return Request(columns, len(queries), parameters=scalars(given))
 
 
 def read(body: bytes) -> dict[str, Any]:
@@ -108,7 +108,8 @@ def versioned(answer: Any, version: int) -> Reply:
 
 def _slime(body: bytes) -> Request:
     given = read(body)
-    return Request({name: [given[name]] for name in ("prompt", "response", "label") if given.get(name) is not None}, 1)
+    columns = {name: [given[name]] for name in ("prompt", "response", "label") if given.get(name) is not None}
+    return Request(columns, 1, parameters=scalars(given))
 
 
 async def flow_factory(intake: Intake, body: bytes) -> Reply:
@@ -145,7 +146,7 @@ def _flow_factory(intake: Intake, body: bytes) -> Request:
                 f"{came} is no input of the model; for a model that has one, set inputs = {{INPUT = {name!r}}}",
                 Code.UNSUPPORTED,
             )
-    return Request({"prompt": prompts, "text": prompts}, n, pictures)
+    return Request({"prompt": prompts, "text": prompts}, n, pictures, parameters=scalars(given))
 
 
 def _only_condition(given: Any) -> Any:

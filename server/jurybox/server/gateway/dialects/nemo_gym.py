@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jurybox.protocol.errors import Code, ModelFailed, ProtocolMismatch
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 from jurybox.server.gateway.dialects.known_paths import Endpoint
 
@@ -58,7 +58,7 @@ def _row(intake: Intake, body: bytes) -> Request:
     body = body.strip()
     if body[:1] + body[-1:] != b"{}":
         raise ProtocolMismatch("expected JSON in UTF-8", Code.MALFORMED)
-    return Request(columns, 1, context=(body, given.keys()))
+    return Request(columns, 1, context=(body, given.keys()), parameters=scalars(given))
 
 
 def _said(items: Any, kind: str) -> str:

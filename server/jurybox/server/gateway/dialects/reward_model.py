@@ -22,7 +22,7 @@ import numpy as np
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects import chat
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
+from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read, versioned
 from jurybox.server.gateway.dialects.known_paths import Endpoint
 
@@ -68,7 +68,11 @@ def refusal(why: str, status: int) -> tuple[bytes, str]:
 
 
 async def _answered(intake: Intake, form: Callable[[Intake, dict[str, Any]], Request], body: bytes) -> Reply:
-    return await intake.answered(lambda body: form(intake, read(body)), _written, body)
+    def asked(body: bytes) -> Request:
+        given = read(body)
+        return form(intake, given)._replace(parameters=scalars(given))
+
+    return await intake.answered(asked, _written, body)
 
 
 def _written(request: Request, scores: Scores) -> Reply:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jurybox.client.juror import score_output
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.protocol.parameters import Parameter, parameter_rows
 from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
@@ -178,6 +179,8 @@ class OpenInference:
         if request.model in self._panels:
             return await self._panel(request, self._panels[request.model])
         options = request_parameters(request.parameters) if request.parameters else NO_PARAMETERS
+        if options.over or any(self._is_on_device(tensor) for tensor in request.inputs):
+            options.require_known()
         if options.over:
             self.sequences.over(request.model, options.over)
             return InferResponse(request.model, "", request.id, [])
@@ -279,7 +282,9 @@ class OpenInference:
             held = await self.lanes.hold_soon(request.model, exchanged, options.priority)
             _require_sequence(held, turn)
             takes, gives = _specs(held.spec, options)
-            inputs, n = self._inputs(held, takes, request.inputs)
+            own = {} if options.state else held.spec.parameters
+            options.require_known(own)
+            inputs, n = self._inputs(held, takes, request.inputs, own, options.free)
             if turn is not None and options.state == GET:
                 n = len(turn.keys)
             places = self._wanted(gives, request.outputs, n)
@@ -410,9 +415,19 @@ class OpenInference:
         return InferResponse(request.model, str(version), request.id, given, parameters)
 
     def _inputs(
-        self, held: ModelLane, specs: Mapping[str, TensorSpec], given: list[Input]
+        self,
+        held: ModelLane,
+        specs: Mapping[str, TensorSpec],
+        given: list[Input],
+        parameters: Mapping[str, Parameter],
+        free: Parameters,
     ) -> tuple[dict[str, Rows], int]:
-        """Return the rows of each input by name, and their number n."""
+        """Return the rows of each input by name, and their number n.
+
+        Args:
+            parameters: those of the model.
+            free: their values in the request.
+        """
         arrays: dict[str, Rows] = {}
         n = 0
         for tensor in given:
@@ -426,6 +441,14 @@ class OpenInference:
             if n and len(array) != n:
                 raise SpecMismatch(f"input {tensor.name!r} has {len(array)} rows, an earlier one {n}: expected as many")
             n = len(array)
+        for name, parameter in parameters.items():
+            if parameter.input in arrays:
+                if name in free:
+                    raise SpecMismatch(f"parameter {name!r} is the input {parameter.input!r}, which came, too")
+                continue
+            n = n or 1  # all inputs may be parameters
+            value = free.get(name, parameter.default)
+            arrays[parameter.input] = parameter_rows(name, specs[parameter.input], value, n)
         if len(arrays) < len(specs):
             raise SpecMismatch(f"model {held.spec.name!r} takes {', '.join(specs)}; came {', '.join(arrays) or 'none'}")
         return arrays, n

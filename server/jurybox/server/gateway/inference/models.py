@@ -62,6 +62,7 @@ def _panel(document: Document, name: str, members: dict[str, Any]) -> dict[str, 
         "outputs": {output: dict(score) for output in (TOTAL, *members)},
         "max_batch": min(part["max_batch"] for part in parts),
         "session_state": {},
+        "parameters": {},
     }
 
 
@@ -103,7 +104,8 @@ def metadata(model: dict[str, Any]) -> dict[str, Any]:
 def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
     """Return the model's configuration in Triton's fields; `dims` is the shape of one row.
 
-    The full specs are in `parameters.jurybox` as JSON: inputs, outputs and state in the format of spec.plain_specs.
+    The full specs are in `parameters.jurybox` as JSON: inputs, outputs and state in the format of spec.plain_specs, and
+    for each parameter its input and its default.
 
     Args:
         idle: seconds without a request after which a sequence ends.
@@ -123,6 +125,8 @@ def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
         ]
 
     contract = {"inputs": model["inputs"], "outputs": model["outputs"], "state": state}
+    free = {name: [one["input"], one["default"]] for name, one in model.get("parameters", {}).items()}
+    extra = {"parameters": free} if free else {}
     scheduling: dict[str, Any] = {"dynamic_batching": {}}
     if state:
         scheduling = {"sequence_batching": {"max_sequence_idle_microseconds": int(idle * 1e6)}}
@@ -135,7 +139,7 @@ def config(model: dict[str, Any], idle: float) -> dict[str, Any]:
         "input": tensors(model["inputs"]),
         "output": tensors(model["outputs"]),
         "parameters": {
-            NAME: {"string_value": json.dumps({kind: plain_specs(specs) for kind, specs in contract.items()})}
+            NAME: {"string_value": json.dumps({kind: plain_specs(specs) for kind, specs in contract.items()} | extra)}
         },
         **scheduling,
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jurybox.client.row_codec import utf8
 from jurybox.protocol.dtypes import is_floating
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, error_for, plain
+from jurybox.protocol.parameters import KNOWN
 from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
 from jurybox.protocol.scoreboard import NORMAL, PRIORITIES
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
@@ -263,7 +264,6 @@ REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "sha
 _EXTENTS = "extents"
 ROW_ERRORS = "row_errors"
 _CLIENT = re.compile(r"[0-9a-f]{32}")
-_KNOWN = "timeout, priority, sequence_id, sequence_start, sequence_end, session_state, row_errors, extents"
 GET, SET = "get", "set"  # the values of session_state
 
 
@@ -298,6 +298,7 @@ class RequestParameters:
         over: the id of one of our own clients, whose sessions end; empty: none.
         state: GET to return the sequences' state, SET to replace it by the inputs; then nothing is computed.
         priority: one of scoreboard.PRIORITIES.
+        free: the parameters that are none of the protocol's, by name: the model's, or unknown.
     """
 
     seconds: float | None = None
@@ -308,6 +309,14 @@ class RequestParameters:
     over: str = ""
     state: str = ""
     priority: int = NORMAL
+    free: Parameters = field(default_factory=dict)
+
+    def require_known(self, names: Collection[str] = ()) -> None:
+        """Refuse a parameter that is neither the protocol's nor one of `names`. Raises Refused (code UNSUPPORTED)."""
+        for name in self.free:
+            if name not in names:
+                there = ", ".join((*KNOWN, *names))
+                raise _refused(f"parameter {plain(name, 60)!r} is not known here; there are: {there}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +337,16 @@ NO_PARAMETERS = RequestParameters()
 
 
 def request_parameters(parameters: Parameters) -> RequestParameters:
-    """Parse the parameters of a request. Raises Refused (code UNSUPPORTED), which names the unsupported parameter."""
+    """Parse the parameters of a request; see `RequestParameters.require_known` for those that are not the protocol's.
+
+    Raises:
+        Refused (code UNSUPPORTED): a priority that there is not. ProtocolMismatch: a value is invalid.
+    """
     seconds, client, state, priority = None, "", "", NORMAL
     flags = dict.fromkeys((_FINAL, ROW_ERRORS, _EXTENTS, "sequence_start", "sequence_end"), False)
     sequence: int | str = 0
     sessions: str | None = None
+    free: dict[str, Any] = {}
     for name, value in parameters.items():
         if name == "timeout":
             microseconds = _whole(name, value, _MOST_MICROSECONDS)
@@ -357,7 +371,7 @@ def request_parameters(parameters: Parameters) -> RequestParameters:
                 raise malformed(f"parameter {name}={shown(value)}: expected text")
             sessions = value
         else:
-            raise _refused(f"parameter {plain(name, 60)!r} is not known here; there are: {_KNOWN}")
+            free[name] = value
     steps, over = None, ""
     if sequence:
         step = 0 if flags["sequence_start"] else None
@@ -372,7 +386,9 @@ def request_parameters(parameters: Parameters) -> RequestParameters:
         over = client
     if state and steps is None:
         raise malformed("session_state came without a sequence: expected a sequence_id")
-    return RequestParameters(seconds, flags[_FINAL], flags[ROW_ERRORS], flags[_EXTENTS], steps, over, state, priority)
+    return RequestParameters(
+        seconds, flags[_FINAL], flags[ROW_ERRORS], flags[_EXTENTS], steps, over, state, priority, free
+    )
 
 
 def _sequence_id(value: object) -> int | str:

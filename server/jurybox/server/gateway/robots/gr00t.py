@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
+from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.npy import npy_file
 from jurybox.server.gateway.rep_server import Peer, RepServer
@@ -119,9 +120,21 @@ class Gr00tDoor(RobotDoor):
         if robot.episode is None:
             robot.episode = await robot.held.enter_async_context(self.policy.episode(PATIENCE))
         observation = gr00t_observation(given)
+        if whole and data.get("options"):
+            observation.values.update(_options(data["options"], await self.policy.spec()))
         outputs = observation.answer(await robot.episode.infer(observation.values, needs_actions=False))
         actions = {name: _npy(value) for name, value in outputs.items()}
         return [actions, {}] if whole else actions
+
+
+def _options(given: Any, spec: ModelSpec) -> Mapping[str, Any]:
+    """Return the options of a request, which are parameters of the model. Raises Malformed, SpecMismatch."""
+    if not isinstance(given, Mapping):
+        raise Malformed(f"'options': expected a map, came {type(given).__name__}")
+    if unknown := [name for name in given if name not in spec.parameters]:
+        what = f"option {plain(unknown[0], 60)!r} is no parameter of model {spec.name!r}"
+        raise SpecMismatch(f"{what}; there are: {', '.join(spec.parameters) or 'none'}")
+    return given
 
 
 def _read(body: bytes) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Features:
         # Also where the model takes no state: it says whether the robot has moved.
         self._motors = _names(setup.features[STATE]) if STATE in setup.features else []
         self._cameras: dict[str, str] = {}  # names in observations, by input
-        for name, tensor in spec.inputs.items():
+        for name, tensor in spec.required.items():
             if tensor.dtype == BYTES:
                 if name != TASK:
                     raise SpecMismatch(f"input {name!r} of model {spec.name!r} is text: a robot's only text is 'task'")
@@ -59,13 +59,15 @@ class Features:
     def inputs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model's inputs. Raises SpecMismatch."""
         found: dict[str, Any] = {}
-        for name, tensor in self.spec.inputs.items():
+        for name, tensor in self.spec.required.items():
             if name == self._state:
                 found[name] = self.state(values)
             elif name in self._cameras:
                 found[name] = _picture(self._cameras[name], tensor, values)
             else:
                 found[name] = values.get(TASK, "")
+        if TASK in self.spec.inputs and TASK in values:
+            found[TASK] = values[TASK]  # also where it is a parameter, whose default is for robots without a task
         return found
 
 

@@ -38,12 +38,18 @@ def rows_of(observation: Mapping[str, Any], spec: ModelSpec) -> ObservedRows:
     any size, integers to floats and to integer types that can represent them. An image (uint8, three channels last) may
     also be given as floats from 0 to 1, and with its channels first; for an input of frames (an axis more) it is the
     only frame. Text may be the only item of a list, or of a list in one; with a batch axis, a list has a text for each
-    row. All arrays may have a batch axis, and behind it one of time with a single entry.
+    row. All arrays may have a batch axis, and behind it one of time with a single entry. An input that is a parameter
+    of the model may have the parameter's name instead; if it is missing, it has the parameter's default.
 
     Raises:
         SpecMismatch: an input is missing or does not fit; the message names it.
     """
     named = dict(_flat(observation, ""))
+    for name, parameter in spec.parameters.items():
+        if parameter.input not in named:
+            named[parameter.input] = named.get(name, parameter.default)
+        elif name in named and name != parameter.input:
+            raise SpecMismatch(f"parameter {name!r} is the input {parameter.input!r}, which came, too")
     if missing := [name for name in spec.inputs if name not in named]:
         came = ", ".join(plain(name, 80) for name in sorted(named)[:20]) or "nothing"
         raise SpecMismatch(
@@ -103,7 +109,8 @@ def _rows(name: str, spec: TensorSpec, array: NDArray[Any]) -> tuple[list[NDArra
 def _value(name: str, spec: TensorSpec, array: NDArray[Any]) -> NDArray[Any]:
     if _is_image(spec) and array.dtype.kind == "f":
         array = _pixels(name, array)
-    return np.ascontiguousarray(_cast(name, spec.numpy_dtype, array))
+    cast = _cast(name, spec.numpy_dtype, array)
+    return np.ascontiguousarray(cast) if cast.ndim else cast  # it would give a single value an axis
 
 
 def _in_layout(spec: TensorSpec, array: NDArray[Any]) -> NDArray[Any] | None:
