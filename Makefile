@@ -11,7 +11,7 @@ WORKERS ?= 4
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz fuzz-native chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring reference proto sbom docs reward-kills clean
+.PHONY: setup demo test test-runs test-slow test-gpu test-containers test-browser test-native fuzz fuzz-native chaos soak lint licences audit wheel pythons test-fresh matrix release-check lock test-native-aarch64 format bench bench-full bench-crossover bench-peers gpu gpu-wheels monitoring reference proto sbom docs reward-kills door-kills clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -109,6 +109,9 @@ chaos: setup  ## CHAOS_KILLS (default 1000) kills of anyone under load, half an 
 
 reward-kills: setup  ## REWARD_KILLS (default 1000) kills of engine and gateway under all dialects, REWARD_SECONDS (6000) at most; then REWARD_REQUESTS (100000) and whether memory grew
 	nice -n 5 $(BIN)/python -m pytest -s -m slow tests/faults/test_killed_dialects.py
+
+door-kills: setup  ## DOOR_KILLS (default 1000) kills of engine and gateway under all dialects and robots at once, DOOR_SECONDS (6000) at most
+	nice -n 5 $(BIN)/python -m pytest -s -m slow tests/faults/test_killed_doors.py
 
 soak: setup  ## mixed load for SOAK_SECONDS (default 1800), then whether anything grew; benchmarks/soak/results
 	$(BIN)/python -m benchmarks.soak

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -36,7 +37,7 @@ from jurybox.client import Server
 
 MODELS = {
     name: {"factory": f"tests.reward_models:{name}", "max_batch": 32, "rows": 512, "lane_rows": 32}
-    for name in ("text_length", "brightness", "brightness_and_prompt")
+    for name in ("text_length", "brightness", "brightness_and_prompt", "pair", "frames")
 }
 DIALECTS = {
     "flow_grpo": {"model": "brightness", "output": "score", "timeout": 20.0},
@@ -46,6 +47,11 @@ DIALECTS = {
     "cosmos": {"model": "brightness_and_prompt", "output": "score", "reward": "fine", "timeout": 20.0},
     "openrlhf": {"model": "text_length", "output": "score", "timeout": 20.0},
     "slime": {"model": "text_length", "output": "score", "inputs": {"text": "response"}, "timeout": 20.0},
+    "unifiedreward": {"model": "brightness_and_prompt", "output": "score", "timeout": 20.0},
+    "reward_model": {"model": "text_length", "output": "score", "timeout": 20.0, "decimals": 0},
+    "pairs": {"speaks": "reward_model", "model": "pair", "timeout": 20.0},
+    "nemo_gym": {"model": "text_length", "output": "score", "timeout": 20.0},
+    "robometer": {"model": "frames", "output": "score", "timeout": 20.0},
 }
 CLIENTS = 16
 CALL = 90.0  # seconds until a request counts as lost
@@ -134,6 +140,85 @@ def slime(send: Send, values: list[int]) -> list[float | None] | str:
     return found
 
 
+def unifiedreward(send: Send, values: list[int]) -> list[float | None] | str:
+    found: list[float | None] = []
+    for value in values:
+        image = {"type": "image_url", "image_url": {"url": f"data:image;base64,{TEXT[value]}"}}
+        content = [image, {"type": "text", "text": "ab"}]
+        body = {"model": "U", "messages": [{"role": "user", "content": content}]}
+        status, answer = send("unifiedreward/v1/chat/completions", json.dumps(body).encode())
+        if status != 200:
+            return f"{status} {answer[:200]!r}"
+        found.append(float(json.loads(answer)["choices"][0]["message"]["content"].rpartition("Final Score: ")[2]))
+    return found
+
+
+# Paths of `reward_model`: what asks for the scores of texts, and what reads them from an answer.
+FORMS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], list[float]]]] = {
+    "/classify": (lambda texts: {"input": texts}, lambda told: [one["probs"][-1] for one in told["data"]]),
+    "/v1/classify": (lambda texts: {"text": texts}, lambda told: [one["embedding"][0] for one in told]),
+    "/pooling": (lambda texts: {"input": texts}, lambda told: [one["data"][-1][0] for one in told["data"]]),
+    "/v1/embeddings": (lambda texts: {"input": texts}, lambda told: [one["embedding"][-1] for one in told["data"]]),
+    "/predict": (lambda texts: {"inputs": [[one] for one in texts]}, lambda told: [one[0]["score"] for one in told]),
+    "/v1/models/text_length:predict": (lambda texts: {"instances": texts}, lambda told: list(told["predictions"])),
+    "/v1/score/evaluation": (lambda texts: {"messages": texts}, lambda told: list(told["scores"])),
+}
+PAIRS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], list[float]]]] = {
+    "/score": (lambda texts: {"text_1": "q", "text_2": texts}, lambda told: [one["score"] for one in told["data"]]),
+    "/v2/rerank": (
+        lambda texts: {"query": "q", "documents": texts},
+        lambda told: [one["relevance_score"] for one in sorted(told["results"], key=lambda one: one["index"])],
+    ),
+}
+
+
+def in_form(dialect: str, path: str, form: tuple[Callable[[list[str]], Any], Callable[[Any], list[float]]]) -> Asked:
+    asks, reads = form
+
+    def ask(send: Send, values: list[int]) -> list[float | None] | str:
+        status, answer = send(dialect + path, json.dumps(asks([words(value) for value in values])).encode())
+        return list(reads(json.loads(answer))) if status == 200 else f"{status} {answer[:200]!r}"
+
+    return ask
+
+
+def judge(send: Send, values: list[int]) -> list[float | None] | str:
+    found: list[float | None] = []
+    for value in values:
+        body = {"model": "rm", "messages": [{"role": "user", "content": words(value)}]}
+        status, answer = send("reward_model/v1/chat/completions", json.dumps(body).encode())
+        if status != 200:
+            return f"{status} {answer[:200]!r}"
+        found.append(float(json.loads(answer)["choices"][0]["message"]["content"]))
+    return found
+
+
+def nemo_gym(send: Send, values: list[int]) -> list[float | None] | str:
+    found: list[float | None] = []
+    for value in values:
+        said = {"type": "message", "content": [{"type": "output_text", "text": words(value)}]}
+        body = {"responses_create_params": {"input": "x"}, "response": {"output": [said]}}
+        status, answer = send("nemo_gym/verify", json.dumps(body).encode())
+        if status != 200:
+            return f"{status} {answer[:200]!r}"
+        found.append(json.loads(answer)["reward"])
+    return found
+
+
+def robometer(send: Send, values: list[int]) -> list[float | None] | str:
+    parts: list[bytes] = []
+    for i, value in enumerate(values):
+        sink, key = io.BytesIO(), f"sample_{i}_trajectory_frames"
+        np.save(sink, np.full((2, 8, 8, 3), value, np.uint8))
+        sample = {"sample_type": "progress", "trajectory": {"frames": {"__numpy_file__": key}, "task": "pick"}}
+        for name, content in ((f"sample_{i}", json.dumps(sample).encode()), (key, sink.getvalue())):
+            parts.append(f'--b--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n'.encode() + content)
+    status, answer = send("robometer/evaluate_batch_npy", b"\r\n".join(parts) + b"\r\n--b--b--\r\n")
+    if status != 200:
+        return f"{status} {answer[:200]!r}"
+    return [one[0] for one in json.loads(answer)["outputs_progress"]["progress_pred"]]
+
+
 ASK: dict[str, Asked] = {
     "flow_grpo": pickled("flow_grpo", "outputs"),
     "verl_omni": pickled("verl_omni", "scores"),
@@ -142,28 +227,38 @@ ASK: dict[str, Asked] = {
     "cosmos": cosmos,
     "openrlhf": openrlhf,
     "slime": slime,
+    "unifiedreward": unifiedreward,
+    **{f"reward_model {path}": in_form("reward_model", path, form) for path, form in FORMS.items()},
+    **{f"pairs {path}": in_form("pairs", path, form) for path, form in PAIRS.items()},
+    "judge": judge,
+    "nemo_gym": nemo_gym,
+    "robometer": robometer,
 }
-WHOLE = ("flow_grpo", "verl_omni", "flow_factory", "openrlhf", "slime")  # that have no place for a missing score
+WITH_PLACE = ("unirl", "cosmos")  # that have a place for a missing score
+ALWAYS = ("pairs", "robometer")  # whose models have a score for whatever comes
 
 
 def expected(name: str, value: int) -> float | None:
+    if name.startswith(ALWAYS):
+        return 2 + value / 255 if name == "robometer" else 100.0 + len(words(value))
     if value == BLACK:
         return None
-    if name in ("openrlhf", "slime"):
+    if name.startswith(("openrlhf", "slime", "reward_model", "judge", "nemo_gym")):
         return float(value)
     return value / 255 + (0 if name == "flow_grpo" else 2)
 
 
 def fits(name: str, found: list[float | None], values: list[int]) -> bool:
     """Whether an answer may be: no other number than expected, none where there is none, and few missing ones."""
-    if len(found) != len(values) or (name in WHOLE and BLACK in values):
+    whole = name not in WITH_PLACE
+    if len(found) != len(values) or (whole and None in [expected(name, value) for value in values]):
         return False
     for score, value in zip(found, values, strict=True):
         right = expected(name, value)
         if score is None:
-            if name in WHOLE:
+            if whole:
                 return False
-        elif right is None or abs(score - right) > 1e-3:
+        elif right is None or abs(score - right) > 5e-3:  # unifiedreward rounds
             return False
     return True
 

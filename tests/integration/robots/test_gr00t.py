@@ -20,6 +20,7 @@ from tests.shared_batches import answers_of_shared_batches
 
 MODELS = {name: {"factory": f"tests.robot_models:{name}", "max_batch": 32} for name in ("by_part", "stepping")}
 SECRET = "0123456789abcdef0123"
+PATIENCE_MS = 60_000  # of a REQ socket
 
 
 def door(name: str, model: str = "", more: str = "") -> str:
@@ -71,7 +72,7 @@ def robot(address, kind=zmq.REQ):
     """Yield a function that sends a request, and returns the answer."""
     with zmq.Context() as context, context.socket(kind) as connection:
         connection.linger = 0
-        connection.rcvtimeo = 60_000
+        connection.rcvtimeo = PATIENCE_MS
         connection.connect(f"tcp://{address}")
 
         def ask(request):
