@@ -145,6 +145,22 @@ def test_an_observation_is_answered_by_timed_actions(addresses, classes, protoco
         assert all(one.action.tolist() == [13, 4] for one in actions)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["channels first", "channels last"])
+def test_tensors_of_torch_are_read_as_the_arrays_that_they_are(addresses, classes, first):
+    picture = (torch.arange(8 * 6 * 3) % 251).to(torch.uint8).reshape(8, 6, 3)
+    motors = {MOTORS[0]: torch.tensor(1.5), MOTORS[1]: torch.tensor([2.5], dtype=torch.bfloat16)}
+    with robot(addresses["arm"], classes) as arm:
+        arm.observe(3, (1.5, 2.5), must_go=True, top=picture.numpy())
+        wanted = arm.act()
+        given = picture.permute(2, 0, 1).contiguous() if first else picture
+        arm.observe(4, must_go=True, top=given, **motors)
+        found = arm.act()
+    assert found[0].timestep == 4 and torch.equal(found[0].action, wanted[0].action)
+    with robot(addresses["arm"], classes) as arm:
+        with pytest.raises(grpc.RpcError, match="refused, nothing is imported or called here"):
+            arm.observe(5, must_go=True, top=torch.nn.Parameter(torch.zeros(8, 6, 3)))
+
+
 def test_robots_of_the_first_versions_stream_their_actions(addresses):
     with lerobot_classes(OLD) as classes, robot(addresses["arm"], classes, "async_inference") as arm:
         arm.observe()

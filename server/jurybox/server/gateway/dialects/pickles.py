@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pickletools import opcodes  # only their names; it reads no pickle here
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -57,10 +58,18 @@ _DIMENSIONS = 4  # of an array
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
-    name: str  # of _GLOBALS' values
-    takes: int = -1  # arguments of a call; -1: it is never called
-    make: Callable[..., Any] | None = None  # returns what the call would return
+class Name:
+    """A global that a stream may name, and the function, if it is one, that stands in for it.
+
+    Attributes:
+        name: for messages.
+        takes: arguments of a call; -1: it is never called.
+        make: returns what the call would return.
+    """
+
+    name: str
+    takes: int = -1
+    make: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +110,9 @@ class _Dtype:
 
 
 @dataclass(slots=True, eq=False)
-class _Array:
+class Array:
+    """An array of a stream; None until its contents are there."""
+
     value: NDArray[Any] | None = None
 
 
@@ -115,10 +126,15 @@ class _Reader:
     """Parses one stream."""
 
     def __init__(
-        self, data: bytes | bytearray | memoryview, limits: Limits, classes: Collection[tuple[str, str]]
+        self,
+        data: bytes | bytearray | memoryview,
+        limits: Limits,
+        classes: Collection[tuple[str, str]],
+        names: Mapping[tuple[str, str], Name],
     ) -> None:
         self._data = memoryview(data).cast("B")
         self._classes = classes
+        self._globals = names
         self._size = len(self._data)
         self._limits = limits
         self._at = 0
@@ -278,7 +294,7 @@ class _Reader:
         self._global(module, name)
 
     def _global(self, module: str, name: str) -> None:
-        known: _Name | _Class | None = _GLOBALS.get((module, name))
+        known: Name | _Class | None = self._globals.get((module, name))
         if (module, name) in self._classes:
             known = _Class(module, name)
         if known is None:
@@ -289,10 +305,10 @@ class _Reader:
 
     def reduce(self) -> None:
         arguments, called = self.pop(), self.pop()
-        if type(called) is not _Name or type(arguments) is not tuple:
+        if type(called) is not Name or type(arguments) is not tuple:
             raise NotPlain(f"the pickle calls a {type(called).__name__.strip('_')} at {self._at} (REDUCE): refused")
         if called.make is None or len(arguments) != called.takes:
-            _odd(called.name)
+            odd(called.name)
         self.push(called.make(*arguments))
 
     def new_object(self) -> None:
@@ -311,21 +327,22 @@ class _Reader:
             raise NotPlain(f"the pickle sets a state that is no tuple at {self._at} (BUILD): refused")
         if type(made) is _Dtype:
             _tell_order(made, state)
-        elif type(made) is _Array and made.value is None:
+        elif type(made) is Array and made.value is None:
             made.value = _array_of_state(state)
         else:
             raise NotPlain(f"the pickle sets the state of a {type(made).__name__.strip('_')} (BUILD): refused")
         self.push(made)
 
 
-def _odd(name: str) -> NoReturn:
+def odd(name: str) -> NoReturn:
+    """Refuse a call with arguments that are not those of plain data."""
     raise NotPlain(f"the pickle calls {name} with arguments that no plain data has: refused")
 
 
 def _dtype(kind: Any, align: Any, copy: Any) -> _Dtype:
     # Error messages quote only text: the representation of nested tuples can take practically forever.
     if type(kind) is not str or type(align) is not bool or type(copy) is not bool:
-        _odd("dtype")
+        odd("dtype")
     if not _KIND.fullmatch(kind):
         raise NotPlain(f"the pickle has an array of dtype {plain(kind, 40)!r}: expected text (U) or numbers")
     return _Dtype(kind)
@@ -333,26 +350,26 @@ def _dtype(kind: Any, align: Any, copy: Any) -> _Dtype:
 
 def _tell_order(made: _Dtype, state: tuple[Any, ...]) -> None:
     if made.order or len(state) < _DTYPE_STATE or type(state[1]) is not str or state[1] not in ("<", ">", "|"):
-        _odd("BUILD of a dtype")
+        odd("BUILD of a dtype")
     if any(part is not None for part in state[2:5]):
         raise NotPlain("the pickle has an array with fields: expected text (U) or numbers")
     made.order = state[1]
 
 
-def _reconstruct(kind: Any, shape: Any, _code: Any) -> _Array:
-    if type(kind) is not _Name or kind.name != "ndarray" or shape != (0,):
-        _odd("_reconstruct")
-    return _Array()
+def _reconstruct(kind: Any, shape: Any, _code: Any) -> Array:
+    if type(kind) is not Name or kind.name != "ndarray" or shape != (0,):
+        odd("_reconstruct")
+    return Array()
 
 
 def _array_of_state(state: tuple[Any, ...]) -> NDArray[Any]:
     if len(state) != 5 or state[0] != 1 or type(state[3]) is not bool:
-        _odd("BUILD of an array")
+        odd("BUILD of an array")
     return _filled(state[2], state[1], state[4], "F" if state[3] else "C")
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    return _Array(_filled(dtype, shape, data, order))
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
+    return Array(_filled(dtype, shape, data, order))
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
@@ -362,7 +379,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 def _filled(dtype: Any, shape: Any, data: Any, order: Any) -> NDArray[Any]:
     """Return an array over the bytes of the stream, without a copy."""
     if type(dtype) is not _Dtype or type(data) is not bytes or type(shape) is not tuple or order not in ("C", "F"):
-        _odd("an array")
+        odd("an array")
     if len(shape) > _DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape):
         raise NotPlain(
             f"the pickle has an array of {len(shape)} sizes: expected at most {_DIMENSIONS}, each below 2^40"
@@ -381,7 +398,7 @@ def _filled(dtype: Any, shape: Any, data: Any, order: Any) -> NDArray[Any]:
 
 def _encode(text: Any, codec: Any) -> bytes:
     if type(text) is not str or codec != "latin1":
-        _odd("encode")
+        odd("encode")
     try:
         return bytes(text, "latin-1")
     except UnicodeEncodeError as error:
@@ -389,17 +406,17 @@ def _encode(text: Any, codec: Any) -> bytes:
 
 
 _GLOBALS: Final = {
-    ("numpy", "ndarray"): _Name("ndarray"),
-    ("numpy", "dtype"): _Name("dtype", 3, _dtype),
-    ("_codecs", "encode"): _Name("encode", 2, _encode),
-    ("__builtin__", "bytes"): _Name("bytes", 0, lambda: b""),
+    ("numpy", "ndarray"): Name("ndarray"),
+    ("numpy", "dtype"): Name("dtype", 3, _dtype),
+    ("_codecs", "encode"): Name("encode", 2, _encode),
+    ("__builtin__", "bytes"): Name("bytes", 0, lambda: b""),
 } | {
     (f"numpy.{core}.{module}", name.name): name
     for core in ("core", "_core")  # NumPy 1 and 2
     for module, name in (
-        ("multiarray", _Name("_reconstruct", 3, _reconstruct)),
-        ("multiarray", _Name("scalar", 2, _scalar)),
-        ("numeric", _Name("_frombuffer", 4, _from_buffer)),
+        ("multiarray", Name("_reconstruct", 3, _reconstruct)),
+        ("multiarray", Name("scalar", 2, _scalar)),
+        ("numeric", Name("_frombuffer", 4, _from_buffer)),
     )
 }
 
@@ -426,7 +443,7 @@ class _Result:
             return {key: self.of(item, depth + 1) for key, item in value.items() if self._count(0, len(str(key)))}
         if kind is _Object and value.state is not None:
             return Instance(value.of.module, value.of.name, self.of(value.state, depth + 1))
-        if kind is _Array and value.value is not None:
+        if kind is Array and value.value is not None:
             array = value.value
             text = array.dtype.kind == "U"
             self._count(array.size if text else 0, array.nbytes)
@@ -493,7 +510,10 @@ _NAMES: Final = {ord(opcode.code): opcode.name for opcode in opcodes}  # of all 
 
 
 def loads(
-    data: bytes | bytearray | memoryview, limits: Limits = LIMITS, classes: Collection[tuple[str, str]] = ()
+    data: bytes | bytearray | memoryview,
+    limits: Limits = LIMITS,
+    classes: Collection[tuple[str, str]] = (),
+    names: Mapping[tuple[str, str], Name] = MappingProxyType({}),
 ) -> Any:
     """Parse a pickle of protocol 2 to 5.
 
@@ -501,6 +521,7 @@ def loads(
         data: the stream, from the first byte to STOP.
         limits: limits of the stream and the result.
         classes: module and name of classes whose objects are returned as an `Instance`.
+        names: further functions, by module and name, and what is made of their arguments (`torch_pickles`).
 
     Returns:
         None, bool, int, float, str, bytes, list, tuple and dict (with str and int keys). A bytearray is returned as
@@ -513,7 +534,7 @@ def loads(
     >>> loads(dumps({"images": [], "only_strict": True}))
     {'images': [], 'only_strict': True}
     """
-    return _Reader(data, limits, classes).read()
+    return _Reader(data, limits, classes, {**_GLOBALS, **names} if names else _GLOBALS).read()
 
 
 def dumps(value: Any) -> bytes:

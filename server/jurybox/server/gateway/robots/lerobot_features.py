@@ -82,6 +82,8 @@ def _picture(camera: str, spec: TensorSpec, values: Mapping[str, Any]) -> Any:
     picture = values.get(camera)
     if not isinstance(picture, np.ndarray) or picture.ndim != 3:
         raise SpecMismatch(f"camera {plain(camera, 80)!r} of the observation: expected a picture (height, width, 3)")
+    if len(spec.shape) == 3 and picture.shape[2] != spec.shape[2] == picture.shape[0]:
+        picture = np.moveaxis(picture, 0, 2)  # torch has the channels first
     if len(spec.shape) != 3 or spec.extents_of(picture.shape) is not None or min(spec.shape[:2]) < 1:
         return picture
     return bilinear(picture, spec.shape[0], spec.shape[1])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code as Codes
 from jurybox.protocol.errors import error_for
 from jurybox.server.gateway.dialects.pickles import Instance, NotPlain, loads, written
+from jurybox.server.gateway.dialects.torch_pickles import TENSORS
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed
 from jurybox.server.security.limits import Charge
 
@@ -139,7 +140,7 @@ def _pickled(found: Observed, actions: NDArray[np.float32], fps: float) -> Itera
 def _unpickled(data: Any, name: str) -> tuple[str, dict[str, Any]]:
     """Return the module and the attributes of an object of a class."""
     try:
-        found = loads(data, classes=_CLASSES) if type(data) is bytes else None
+        found = loads(data, classes=_CLASSES, names=TENSORS) if type(data) is bytes else None
     except NotPlain as error:
         raise Malformed(str(error)) from error
     if type(found) is not Instance or found.name != name:
