@@ -36,6 +36,7 @@ RETURN = r"mean return: first .*? (-?[\d.]+), last .*?(-?[\d.]+)$"
 RUNS = {
     "served_policy": (["--episodes", "8"], RETURN, 200),
     "sb3_juror_reward": (["--steps", "256"], r"as they came ([\d.]+), .* corrected them ([\d.]+)$", 0.73),
+    "trl_juror_reward": (["--steps", "2"], r"first steps ([\d.]+), last ([\d.]+)$", 0.35),
     "td3_shared_replay": (["--steps", "1020"], RETURN, -400),
     "sb3_sac_replay": (["--steps", "120"], r"untrained (-?[\d.]+), after \d+ steps (-?[\d.]+)$", -400),
     "lstm_sessions": (["--updates", "4"], r"first 10 updates (\d+)%, last 10 updates (\d+)%$", 95),
@@ -53,7 +54,12 @@ def skip_unless_installed(script: str) -> None:
     text = (EXAMPLES / f"{script}.py").read_text()
     if (package := re.search(r"pip install ([^\n]+?)(?:\"\"\")?$", text, re.MULTILINE)) is None:
         return
-    module = {"torchrl_collector": "torchrl", "envpool_served": "envpool", "rllib_opponent": "ray.rllib"}[script]
+    module = {
+        "torchrl_collector": "torchrl",
+        "envpool_served": "envpool",
+        "rllib_opponent": "ray.rllib",
+        "trl_juror_reward": "trl",
+    }[script]
     try:
         installed = find_spec(module) is not None
     except ModuleNotFoundError:

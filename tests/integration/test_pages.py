@@ -44,6 +44,7 @@ PARTS = {"benchmarks/results/photo-exploits.md": "docs/photo.md"}  # by page, th
 
 MODELS = {
     "photo": {"factory": "jurybox.server.jurors:panel", "max_batch": 8, "rows": 64},
+    "exposure": {"factory": "jurybox.server.jurors:exposure", "args": {"size": 36}, "max_batch": 16, "rows": 64},
     "policy": {"factory": "tests.models:affine"},
     "memory": {"factory": "tests.open_models:running_sum", "max_batch": 8, "rows": 64},
     "policy/agent0": {"factory": "tests.models:affine", "publish": "double_buffer"},
@@ -178,6 +179,8 @@ def run_python(page: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
             continue
         code = block.text
         for shown, used in {
+            "policy.learn(8192)": "policy.learn(256)",  # the slow test makes all steps
+            "n_eval_episodes=256": "n_eval_episodes=32",
             "localhost:8001": grpc,
             '"grpcs://server-host:8001", token="..."': f'"grpc://{grpc}"',
             'resident("cuda"': 'resident("cuda"' if torch.cuda.is_available() else 'resident("cpu"',
@@ -402,3 +405,18 @@ def test_the_start_page_leads_to_a_policy_that_has_learned_and_answers(tmp_path)
         finally:
             server.terminate()
             server.wait(60)
+
+
+@pytest.mark.slow
+def test_the_page_of_a_first_reward_leads_to_a_policy_that_scores_better(tmp_path) -> None:
+    page = "docs/first_reward.md"
+    for name, text in files_of(page).items():
+        (tmp_path / name).write_text(text)
+    models = next(tomllib.loads(one.text)["models"] for one in of("toml") if one.page == page)
+    with tempfile.TemporaryDirectory(prefix="jb") as sockets, serving(Path(sockets), models) as own:
+        env = {**os.environ, "JURYBOX_ADDRESS": own.address, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "learn.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = map(float, re.findall(r"0\.\d+", done.stdout))
+    assert after > before + 0.1
