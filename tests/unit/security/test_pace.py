@@ -9,6 +9,7 @@ import time
 import pytest
 
 from jurybox.server.gateway.http_server import Transport, _Paced
+from jurybox.server.gateway.process import _loop
 from jurybox.server.security import pace as module
 from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Pace, Turns, joined
 
@@ -86,6 +87,26 @@ class Heavy:
             self.turns.later(self, 0.005)
 
 
+class Reading(Heavy):
+    """Somebody who only begins to read in its turn, and works when something was read."""
+
+    def __init__(self, turns, name, left, order, seconds):
+        self.seconds = seconds
+        super().__init__(turns, name, left, order)
+
+    def go_on(self):
+        asyncio.get_running_loop().call_soon(self.read)
+
+    def read(self):
+        began = time.monotonic()
+        time.sleep(self.seconds)
+        took = time.monotonic() - began
+        self.order.append((began, took))
+        self.left -= 1
+        if self.left:
+            self.turns.later(self, took)
+
+
 class Light:
     pass
 
@@ -110,6 +131,48 @@ def test_many_with_more_to_do_take_turns_and_leave_others_as_much_time_as_they_t
     order, left, _ = asyncio.run(turns_of(number, beside=True))
     assert order == [*range(number)] * (12 // number)
     assert min(left) >= 0.0045, "also after one that has caught up"
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("seconds", [0.0003, 0.004])
+def test_turns_of_any_length_of_any_number_leave_as_much_time_as_they_take(number, seconds, active):
+    """Also turns too short for a timer, and work that is done while another one rests."""
+    turns_in_all = round(0.08 / seconds) // number * number
+
+    async def work():
+        turns, order, light = Turns(), [], Light()
+        turns.heard(light)
+        began = time.monotonic()
+        for name in range(number):
+            Reading(turns, name, turns_in_all // number, order, seconds)
+        while len(order) < turns_in_all and time.monotonic() - began < 60:
+            turns.heard(light)
+            await asyncio.sleep(0)
+        return order
+
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        order = runner.run(work())
+    worked = sum(took for _, took in order[:-number])
+    assert order[-1][0] - order[0][0] > 1.8 * worked
+
+
+def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):
+    async def work():
+        pace, gone_on, worked, left = Pace(), asyncio.Event(), 0.0, 0.0
+        breaks = Breaks(pace, gone_on.set)
+        for _ in range(100):
+            pace.heard(gone_on)
+            gone_on.clear()
+            began = time.monotonic()
+            time.sleep(0.0002)  # noqa: ASYNC251  it is work
+            breaks.after(began)
+            worked += (over := time.monotonic()) - began
+            await asyncio.wait_for(gone_on.wait(), 20)
+            left += time.monotonic() - over
+        return left / worked
+
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        assert runner.run(work()) > 0.8
 
 
 def test_who_has_more_to_do_does_not_rest_for_others_of_that_kind(active):

@@ -85,9 +85,12 @@ async def joined(budget, serving):
     """A robot's connection, and the two ends of its peer."""
     kind = type("Connection", (RobotConnection,), {"budget": budget, "turns": Turns(), "open": set()})
     robots = []
-    listening = await asyncio.get_running_loop().create_server(
-        lambda: robots.append(kind(ServerProtocol(), serving, max_queue=1)) or robots[-1], "127.0.0.1", 0
-    )
+
+    def made():
+        robots.append(kind(ServerProtocol(max_size=1 << 24), serving, max_queue=1))
+        return robots[-1]
+
+    listening = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
     writer.write(
         b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -120,6 +123,35 @@ def test_a_flood_of_small_messages_is_read_as_fast_as_it_is_parsed():
     with asyncio.Runner(loop_factory=_loop) as runner:
         runner.run(flood())
     assert 0 < most < 1 << 20
+
+
+async def test_a_large_frame_is_received_without_small_steps_and_counted_whole(monkeypatch):
+    """Its contents arrive exactly, whatever follows it, and are neither fed in small pieces nor copied as they grow."""
+    budget, serving, steps, came = native.Budget((1 << 26, 1 << 26, 9), (1 << 26, 1 << 26, 9)), Serving(True), [], []
+    feed = ServerProtocol.receive_data
+    monkeypatch.setattr(ServerProtocol, "receive_data", lambda self, data: (steps.append(len(data)), feed(self, data)))
+    contents = bytes(range(256)) * (8 << 12)  # 8 MiB
+
+    async def recv(self, decode=None):
+        came.append(await received(self, decode))
+        return came[-1]
+
+    received = RobotConnection.recv
+    monkeypatch.setattr(RobotConnection, "recv", recv)
+    async with joined(budget, serving) as (robot, _, writer):
+        mask = b"\1\2\3\4"
+        masked = (int.from_bytes(contents) ^ int.from_bytes(mask * (len(contents) // 4))).to_bytes(len(contents))
+        writer.write(b"\x82\xff" + len(contents).to_bytes(8) + mask + masked[:-1])
+        async with asyncio.timeout(20):
+            while budget.held(RECEIVED) < len(contents) - 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert len(robot.protocol.reader.buffer) < len(contents) // 2
+        writer.write(masked[-1:] + b"\x82\x82" + bytes(4) + b"ab")
+        async with asyncio.timeout(20):
+            while serving.received < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    assert came[0] == contents and came[1] == b"ab"
+    assert len(steps) < len(contents) >> 13, "of 2 KiB there would be four times as many"
 
 
 async def test_a_message_that_does_not_go_on_ends_its_connection():

@@ -24,7 +24,7 @@ from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
 from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, SILENCE, Limited
-from jurybox.server.security.pace import HEAP, Turns
+from jurybox.server.security.pace import HEAP, Turns, spent
 from jurybox.server.settings.endpoints import listen, split_host
 
 
@@ -291,10 +291,10 @@ class _Paced:
         super().data_received(data)  # type: ignore[misc]
         if len(data) >= HEAP and not self.transport._transport.is_closing():
             self.transport.rest()
-            asyncio.get_running_loop().call_soon(self._had_turn, began)  # behind what the read has set going
+            asyncio.get_running_loop().call_soon(self._had_turn, began, len(data))  # behind what the read has set going
 
-    def _had_turn(self, began: float) -> None:
-        seconds = time.monotonic() - began
+    def _had_turn(self, began: float, size: int) -> None:
+        seconds = spent(began, size)
         if self.turns.rest(self, seconds) > 0:
             self.turns.later(self, seconds)
         else:

@@ -12,6 +12,8 @@ HEAVY = 1 << 20  # bytes of answers after which others come first
 HEAP = 1 << 16  # bytes of a read after which others come first: libuv reads 32 times before it looks at them
 _ACTIVE = 0.05  # seconds for which somebody who was heard counts as active
 _MOST = 0.1  # seconds of one rest
+_RECEIVE = 2e-10  # seconds that the event loop takes for each byte before its protocol gets it
+_LEAST = 0.001  # seconds of one rest: the event loop's timers do not know less, and uvloop makes none of half of it
 
 
 class Pace:
@@ -47,6 +49,11 @@ async def joined(pieces: Sequence[bytes]) -> bytes:
     return await asyncio.to_thread(b"".join, pieces)
 
 
+def spent(began: float, size: int) -> float:
+    """Return the seconds of work since then (s of the monotonic clock) and of having received so many bytes before."""
+    return time.monotonic() - began + size * _RECEIVE
+
+
 class HasTurns(Protocol):
     """Somebody with more to do than one turn."""
 
@@ -72,7 +79,8 @@ class Turns:
         self._pace = Pace()
         self._heavy: WeakKeyDictionary[HasTurns, float] = WeakKeyDictionary()  # when each did heavy work last
         self._behind: dict[HasTurns, None] = {}
-        self._owed = 0.0  # seconds of work since the last rest
+        self._owed = 0.0  # seconds that others did not get yet for the work that was done
+        self._rest = 0.0  # seconds of the rest that goes on
         self._turning = False  # whether one of them has its turn soon
 
     def heard(self, who: Any) -> None:
@@ -109,19 +117,31 @@ class Turns:
         self._heavy[who] = time.monotonic()
 
     def _wait(self, who: HasTurns, seconds: float) -> None:
-        self._owed += seconds
+        self._owed += 2 * seconds if self._rest else seconds  # work within a rest also shortens the rest
         if not self._turning:
             self._turning = True
-            owed, self._owed = self._owed, 0.0
-            asyncio.get_running_loop().call_later(self._pace.rest(who, owed), self._next)
+            self._begin_rest(who)
 
-    def _next(self) -> None:
+    def _begin_rest(self, who: HasTurns) -> None:
+        """Rest for what is owed, and then have the next turn. What is too little for a timer is owed on."""
+        self._owed = min(self._owed, _MOST)
+        seconds = self._pace.rest(who, self._owed)
+        if not seconds:
+            self._owed = 0.0
+        self._rest = seconds if seconds >= _LEAST else 0.0
+        asyncio.get_running_loop().call_later(self._rest, self._next, who)
+
+    def _next(self, who: HasTurns) -> None:
+        self._owed, self._rest = max(0.0, self._owed - self._rest), 0.0
+        if self._owed >= _LEAST:
+            self._begin_rest(who)
+            return
         self._turning = False
         began = time.monotonic()
         if (first := next(iter(self._behind), None)) is not None:
             del self._behind[first]
             first.go_on()
-            if self._behind and not self._turning:  # that one has caught up, or is gone
+            if self._behind and not self._turning:  # that one has caught up, or reads on, or is gone
                 self._wait(first, time.monotonic() - began)
 
 
@@ -135,6 +155,7 @@ class Breaks:
     def __init__(self, pace: Pace, go_on: Callable[[], None]) -> None:
         self._pace = pace
         self._go_on = go_on
+        self._owed = 0.0  # seconds of work after which there was no rest
         self.resting = False
 
     def heard(self) -> None:
@@ -148,7 +169,13 @@ class Breaks:
             asyncio.get_running_loop().call_soon(self._rest, began)
 
     def _rest(self, began: float) -> None:
-        if (seconds := self._pace.rest(self, time.monotonic() - began)) > 0:
+        self._owed += time.monotonic() - began
+        seconds = self._pace.rest(self, self._owed)
+        if 0 < seconds < _LEAST:
+            self._over()
+            return
+        self._owed = 0.0
+        if seconds:
             asyncio.get_running_loop().call_later(seconds, self._over)
         else:
             self._over()

@@ -10,25 +10,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from websockets.asyncio.server import ServerConnection
 from websockets.frames import DATA_OPCODES
 from websockets.protocol import State
+from websockets.streams import StreamReader
 
 from jurybox import native
 from jurybox.protocol.errors import plain
 from jurybox.server.gateway.http_server import Transport
 from jurybox.server.security.limits import RECEIVED, ROBOTS, SILENCE, refusal
-from jurybox.server.security.pace import HEAP, Turns
+from jurybox.server.security.pace import HEAP, Turns, spent
 
 TRY_AGAIN_LATER = 1013  # of a close (IANA's registry)
 _GOING_AWAY, _TOO_BIG = 1001, 1009  # rfc-editor.org/rfc/rfc6455, section 7.4.1
 _MOST_WAITING = 64  # connections of a port that have no place
 _MOST_PARTS = 1024  # frames of a message
 _PART = 256  # bytes that a frame takes in memory beside its contents
-_PIECE = 2 << 10  # bytes that are parsed at once: of the smallest frames 5 ms
+_PIECE = 2 << 10  # bytes that are parsed at once: of the smallest frames 5 ms; more only within a frame
 _TURN = 0.002  # seconds of parsing after which others come first
 _CLOSE = 1.0  # seconds until a connection that was told to close is ended
 
@@ -69,6 +70,9 @@ class RobotConnection(ServerConnection):
         self._part = self._parts = 0  # bytes and frames of the message that is not complete
         self._messages: deque[int] = deque()  # bytes of each message that is complete and not taken
         self._counted = 0
+        self._awaited = 0  # bytes that the parser waits for: of a frame's head, or of its contents
+        self._gathered = 0  # bytes of the contents that it has already
+        self._failed = False  # whether the peer was told why its connection ends
         self._waits = False  # whether it has its turn later
         self._full = False  # whether the peer does not read what it is sent
 
@@ -79,6 +83,8 @@ class RobotConnection(ServerConnection):
             self._make_room()
         self._reading = _Reading(transport, self._resumed)
         wrapped: Any = self._reading
+        reader: Any = self.protocol.reader
+        reader.read_exact = self._read_exact
         super().connection_made(wrapped)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -97,8 +103,9 @@ class RobotConnection(ServerConnection):
         if self._rest or self._stopped:
             self._rest += data
         else:
-            self._parse(data)
-            seconds = time.monotonic() - self._heard
+            if not self._failed:
+                self._parse(data)
+            seconds = spent(self._heard, len(data))
             if len(data) >= HEAP and not self._stopped and self.turns.rest(self, seconds) > 0:
                 self._later(seconds)
         self._count()
@@ -150,12 +157,17 @@ class RobotConnection(ServerConnection):
         """End a connection whose message does not go on; `now` is a time of the monotonic clock in s."""
         if self._stopped or now - self._heard < SILENCE:
             return
-        if self.protocol.state is State.OPEN and (self._part or self.protocol.reader.buffer):
+        if self.protocol.state is State.OPEN and (self._part or self._unparsed):
             self._fail(_GOING_AWAY, f"a message was not complete, and nothing came for {SILENCE:.0f} s")
 
     def abort(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
+
+    @property
+    def _unparsed(self) -> int:
+        """The bytes of a frame that is not complete."""
+        return len(self.protocol.reader.buffer) + self._gathered
 
     @property
     def _stopped(self) -> bool:
@@ -164,15 +176,37 @@ class RobotConnection(ServerConnection):
 
     def _parse(self, data: bytes | bytearray) -> None:
         """Parse as much as one turn allows, and keep the rest."""
-        began = time.monotonic()
-        for at in range(0, len(data), _PIECE):
+        began, at = time.monotonic(), 0
+        while at < len(data):
             if (seconds := time.monotonic() - began) > _TURN:
                 self._later(seconds)
             if self._stopped:
                 self._rest = bytearray(memoryview(data)[at:])
                 self._reading.rest()  # nothing more, until this is parsed
                 return
-            super().data_received(bytes(memoryview(data)[at : at + _PIECE]))
+            end = at + max(_PIECE, self._awaited - len(self.protocol.reader.buffer))
+            super().data_received(bytes(memoryview(data)[at:end]))
+            at = end
+
+    def _read_exact(self, size: int) -> Generator[None, None, bytes | bytearray]:
+        """See `StreamReader.read_exact`.
+
+        It notes what it waits for, and gathers the parts of a large frame: a buffer that grows is copied many times.
+        """
+        reader, parts = self.protocol.reader, list[bytearray]()
+        self._awaited = size
+        try:
+            while len(reader.buffer) < self._awaited and not reader.eof:
+                if len(reader.buffer) >= HEAP:
+                    parts.append(reader.buffer)
+                    self._gathered += len(reader.buffer)
+                    self._awaited -= len(reader.buffer)
+                    reader.buffer = bytearray()
+                yield
+            last = yield from StreamReader.read_exact(reader, self._awaited)
+            return b"".join((*parts, last)) if parts else last
+        finally:
+            self._awaited = self._gathered = 0
 
     def _resumed(self) -> None:
         self.loop.call_soon(self._read_on)  # not within the call that takes a message
@@ -195,7 +229,7 @@ class RobotConnection(ServerConnection):
 
     def _count(self) -> None:
         """Count what is held of messages that nobody has taken. Without room the connection is ended."""
-        held = len(self._rest) + len(self.protocol.reader.buffer) + self._part + sum(self._messages)
+        held = len(self._rest) + self._unparsed + self._part + sum(self._messages)
         before, self._counted = self._counted, held
         if held <= before:
             self.account.give(RECEIVED, before - held)
@@ -209,6 +243,7 @@ class RobotConnection(ServerConnection):
             if self.protocol.state is State.CONNECTING:
                 self.abort()
             return
+        self._failed = True
         self._rest.clear()
         self.protocol.fail(code, why)
         self.protocol.reader.discard()

@@ -133,12 +133,13 @@ class RobotServer(RobotDoor):
                     connection.placed = True
                     await connection.send(self._metadata)
                     while True:
+                        began = time.monotonic() if connection.is_ahead else None
                         try:
                             frame = await self.doors.message(connection.recv())
                         except TimeoutError:
                             await connection.close(_SERVICE_RESTART, plain(refusal(), 100))
                             return
-                        began = time.monotonic()
+                        began = began or time.monotonic()
                         if not await self._answer(connection, connection.account, dialect, episode, delays, frame):
                             await connection.close(_INTERNAL_ERROR, "the session is lost: connect again")
                             return
