@@ -18,6 +18,7 @@ from jurybox.training.algorithms.heads import log_softmax
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.ppo import advantages_of
 from jurybox.training.algorithms.registry import algorithm_named
+from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.checkpoints import Checkpoints, read_state
 from jurybox.training.replay.batch import BatchOnDevice
@@ -63,7 +64,7 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
 
     import stable_baselines3
 
-    ours_alone = {"hidden", "publish_interval", "max_ahead", "action_noise", "buffer_size"}
+    ours_alone = {"exploration", "hidden", "publish_interval", "max_ahead", "action_noise", "buffer_size"}
     policy = {"policy_delay", "target_policy_noise", "target_noise_clip"}
     for name in ("ppo", "dqn", "td3", "sac"):
         made = inspect.signature(getattr(stable_baselines3, name.upper()).__init__).parameters
@@ -80,7 +81,8 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
         ({"algorithm": "sac", "action_noise": 0.1}, "action_noise: sac does not use it"),
         ({"algorithm": "td3", "ent_coef": 0.1}, "ent_coef: td3 does not use it"),
         ({"server": "ipc:///nowhere"}, "server is set"),
-        ({"algorithm": "ppo", "ent_coef": "auto"}, "ent_coef: .*a valid number"),
+        ({"algorithm": "ppo", "ent_coef": "auto"}, "ent_coef: 'auto': expected a number, .lin_0.001."),
+        ({"algorithm": "dqn", "exploration": 0.1, "exploration_fraction": 0.2}, "exploration says how probable"),
         ({"algorithm": "sac", "ent_coef": "loud"}, "expected a number above 0"),
         ({"algorithm": "dqn", "gradient_steps": 0}, "nothing would be learned"),
         ({"envs": 3, "workers": 2}, "the same number for each worker"),
@@ -270,9 +272,9 @@ def test_a_ppo_learner_gives_signs_of_life_during_an_update(ppo_run) -> None:
     act(16, updates=0)
     beats, loss = [], turn.role.algorithm._loss
 
-    def slow(batch):
+    def slow(batch, *coefficients):
         beats.append(int(turn.context.words[Word.HEARTBEAT]))
-        return loss(batch)
+        return loss(batch, *coefficients)
 
     turn.role.algorithm._loss = slow
     turn.take()
@@ -325,7 +327,9 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -
     made._on_device = BatchOnDevice.__new__(BatchOnDevice)
     made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()
     made.replay = SimpleNamespace(seed=lambda seed: None, sample=lambda n, out: done.append("filled"))
-    made.algorithm = SimpleNamespace(update=lambda batch, progress: done.append("learned") or Update({}))
+    made.algorithm = SimpleNamespace(
+        settings=s.own, update=lambda batch, progress: done.append("learned") or Update({})
+    )
     for _ in range(2):
         made.step()
     assert done == 2 * ["waited", "filled", "copied to cuda:1 later", "recorded on the stream of cuda:1", "learned"]
@@ -439,6 +443,20 @@ def test_a_run_writes_the_files_of_every_training_and_its_best_policy_is_the_sco
     report = (folder / "report.html").read_text()
     assert "Evaluations" in report and "checkpoints/best holds its weights" in report and algorithm in report
     assert json.loads((folder / "summary.json").read_text())["env_steps"] == 64
+
+
+def test_schedules_are_metrics_and_go_on_where_a_resumed_run_goes_on(tmp_path, monkeypatch) -> None:
+    schedules = {"learning_rate": "lin_0.01", "clip_range": "cos_0.3_0.1", "ent_coef": "lin_0.01_0.1"}
+    told, tell = [], OnPolicyLearner.tell
+    monkeypatch.setattr(OnPolicyLearner, "tell", lambda self, **metrics: (told.append(metrics), tell(self, **metrics)))
+    s = settings("ppo", **schedules)
+    train(s, tmp_path / "run", serial=True)
+    train(s.changed(steps=128), tmp_path / "run", serial=True, resume=True)
+    due = [(16 * n, 64) for n in range(1, 5)] + [(16 * n, 128) for n in range(5, 9)]
+    for name, schedule in schedules.items():
+        found = [metrics[name] for metrics in told if name in metrics]
+        assert found == pytest.approx([at(schedule, 1 - steps / total) for steps, total in due]), name
+        assert any(name in row for row in read_metrics(tmp_path / "run" / "metrics.csv"))
 
 
 @pytest.mark.parametrize("algorithm", SMALL)

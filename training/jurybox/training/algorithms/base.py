@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from jurybox.training.algorithms.schedules import at, is_schedule
 from jurybox.training.spaces import AgentSpec
 
 if TYPE_CHECKING:
@@ -133,6 +134,15 @@ class AlgorithmSettings(BaseModel):
         if min(hidden, default=1) < 1:
             raise ValueError(f"hidden={hidden}: expected layers of one unit or more")
         return hidden
+
+    @property
+    def scheduled(self) -> dict[str, str]:
+        """The settings that change over the run: their schedules by name (see `schedules`)."""
+        return {name: value for name, value in self if is_schedule(value)}
+
+    def unused(self) -> Mapping[str, str]:
+        """Return the settings that have no effect with the others, and why."""
+        return {}
 
 
 class OnPolicySettings(AlgorithmSettings):
@@ -344,6 +354,14 @@ class Algorithm(ABC):
     def critic(self) -> networks.SeeingCritic:
         """Create two critics of observations and actions (n, size), of the hidden layers that are set."""
         return networks.SeeingCritic(self.encoder(), self.spec.action.size, self.settings.hidden)
+
+    def anneal(self, learning_rate: float | str, progress: Progress) -> None:
+        """Set the learning rate of all optimisers among `parts`, if it is a schedule. Call it before an update."""
+        if isinstance(learning_rate, str):
+            for part in self.parts().values():
+                if isinstance(part, torch.optim.Optimizer):
+                    for group in part.param_groups:
+                        group["lr"] = at(learning_rate, progress.remaining)
 
     def seeded(self, make: Callable[[], torch.nn.Module], seed: int) -> Any:
         """Create a network with the weights of that seed; torch's own generator stays as it is."""

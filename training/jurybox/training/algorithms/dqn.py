@@ -22,6 +22,7 @@ from jurybox.training.algorithms.base import (
     networks,
     torch,
 )
+from jurybox.training.algorithms.schedules import Schedule, ShareSchedule, at
 
 if TYPE_CHECKING:
     from jurybox.training.algorithms.networks import QuantileValues, QValues
@@ -35,7 +36,9 @@ class DQN(Algorithm):
     class Settings(OffPolicySettings):
         """Settings of DQN."""
 
-        learning_rate: float = Field(1e-4, gt=0, description="Learning rate of Adam.")
+        learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
+            1e-4, description="Learning rate of Adam; a number or a schedule."
+        )
         batch_size: int = Field(32, ge=2, description="Transitions in one optimiser step.")
         train_freq: int = Field(4, ge=1, description="Steps per environment between two rounds of learning.")
         tau: float = Field(1.0, gt=0, le=1, description="Coefficient of the soft update of target networks.")
@@ -46,6 +49,17 @@ class DQN(Algorithm):
         )
         exploration_initial_eps: float = Field(1.0, ge=0, le=1, description="Probability of a random action at first.")
         exploration_final_eps: float = Field(0.05, ge=0, le=1, description="Probability of a random action at last.")
+        exploration: ShareSchedule | None = Field(
+            None,
+            description="Probability of a random action over the whole run, a number or a schedule; none: as the three "
+            "settings exploration_... say.",
+        )
+
+        def unused(self) -> Mapping[str, str]:
+            if self.exploration is None:
+                return {}
+            names = ("exploration_fraction", "exploration_initial_eps", "exploration_final_eps")
+            return dict.fromkeys(names, "exploration says how probable a random action is")
 
     metrics = ("loss", "epsilon")
     kept = ("updates",)
@@ -69,6 +83,8 @@ class DQN(Algorithm):
     def epsilon(self, progress: Progress) -> float:
         """The probability of a random action."""
         s = self.settings
+        if s.exploration is not None:
+            return at(s.exploration, progress.remaining)
         done = progress.env_steps / (s.exploration_fraction * progress.total)
         first, last = s.exploration_initial_eps, s.exploration_final_eps
         return float(last if done >= 1 else first + (last - first) * done)
@@ -87,7 +103,7 @@ class DQN(Algorithm):
         self.acting = self.seeded(self.network, seed).to(device)
         self.target = copy.deepcopy(self.acting).requires_grad_(False)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.optimiser = torch.optim.Adam(self.acting.parameters(), lr=self.settings.learning_rate)
+        self.optimiser = torch.optim.Adam(self.acting.parameters(), lr=at(self.settings.learning_rate, 1.0))
         self.updates = 0
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -102,6 +118,7 @@ class DQN(Algorithm):
     def update(self, batch: Batch, progress: Progress) -> Update:
         """Make one; the target moves before the first update of a round, once for each interval's end in its steps."""
         s, envs = self.settings, self.envs
+        self.anneal(s.learning_rate, progress)
         collect, updates = s.round(envs)
         interval = max(s.target_update_interval // envs, 1) * envs  # all environments step together
         first, reached = self.updates % updates == 0, progress.env_steps

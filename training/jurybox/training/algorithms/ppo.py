@@ -31,6 +31,7 @@ from jurybox.training.algorithms.base import (
     torch,
 )
 from jurybox.training.algorithms.heads import draw_categorical, draw_normal, masked
+from jurybox.training.algorithms.schedules import AnySchedule, Schedule, at
 from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ class PPOSettings:
     """Settings of PPO.
 
     Attributes:
-        learning_rate: learning rate of Adam.
+        learning_rate: learning rate of Adam, a number or a schedule.
         betas, adam_eps: of Adam.
         gamma: discount factor.
         n_epochs: passes over a rollout.
         batch_size: rows of one optimiser step.
-        clip_range: maximum change of the probability ratio.
-        ent_coef: weight of the entropy bonus.
+        clip_range: maximum change of the probability ratio, a number or a schedule.
+        ent_coef: weight of the entropy bonus, a number or a schedule.
         vf_coef: weight of the value loss.
         max_grad_norm: norm at which gradients are clipped.
         gae: generalised advantage estimation; else the discounted return minus the value.
@@ -68,14 +69,14 @@ class PPOSettings:
         hidden: widths of the hidden layers.
     """
 
-    learning_rate: float = 0.002
+    learning_rate: Schedule = 0.002
     betas: tuple[float, float] = (0.9, 0.99)
     adam_eps: float = 1e-8
     gamma: float = 0.99
     n_epochs: int = 4
     batch_size: int = 2500
-    clip_range: float = 0.2
-    ent_coef: float = 0.01
+    clip_range: Schedule = 0.2
+    ent_coef: AnySchedule = 0.01
     vf_coef: float = 0.5
     max_grad_norm: float = 0.5
     gae: bool = True
@@ -134,10 +135,15 @@ class PPO(Algorithm):
     class Settings(OnPolicySettings):
         """Names and defaults are Stable-Baselines3's."""
 
+        learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
+            3e-4, description="Learning rate of Adam; a number or a schedule."
+        )
         n_epochs: int = Field(10, ge=1, description="Passes over a rollout.")
         gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
-        clip_range: float = Field(0.2, gt=0, description="Largest change of the probability ratio in an update.")
-        ent_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+        clip_range: Schedule = Field(
+            0.2, description="Largest change of the probability ratio in an update; a number or a schedule."
+        )
+        ent_coef: AnySchedule = Field(0.0, description="Weight of the entropy bonus; a number or a schedule.")
         vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
         max_grad_norm: float = Field(0.5, gt=0, description="Norm at which gradients are clipped.")
         normalize_advantage: bool = Field(True, description="Normalize advantages in each minibatch.")
@@ -195,7 +201,8 @@ class PPO(Algorithm):
         self.device = torch.device(device)
         self.acting = self.seeded(self.network, seed).to(self.device)
         self.generator = torch.Generator().manual_seed(seed)
-        self.optimiser = torch.optim.Adam(self.acting.parameters(), s.learning_rate, betas=s.betas, eps=s.adam_eps)
+        rate = at(s.learning_rate, 1.0)
+        self.optimiser = torch.optim.Adam(self.acting.parameters(), rate, betas=s.betas, eps=s.adam_eps)
         self.returns: tuple[float, float, int] = (0.0, 1.0, 0)
         self.gradient_steps = 0
 
@@ -235,6 +242,8 @@ class PPO(Algorithm):
     def update(self, batch: Rollout, progress: Progress) -> Update:
         """Learn from a rollout of this policy; the metrics are mean losses and diagnostics."""
         rollout, settings = batch, self.rules
+        self.anneal(settings.learning_rate, progress)
+        clip_range, ent_coef = (at(each, progress.remaining) for each in (settings.clip_range, settings.ent_coef))
         advantages = advantages_of(rollout, settings)
         if rollout.valid is not None and not rollout.valid.any():
             raise ValueError("no step of this rollout is valid: expected one to learn from")
@@ -267,7 +276,8 @@ class PPO(Algorithm):
             for first in range(0, count, settings.batch_size):
                 self.alive()
                 chosen = order[first : first + settings.batch_size]
-                loss, metrics = self._loss({name: each[chosen].to(self.device) for name, each in given.items()})
+                rows_now = {name: each[chosen].to(self.device) for name, each in given.items()}
+                loss, metrics = self._loss(rows_now, clip_range, ent_coef)
                 if settings.target_kl is not None and metrics["approx_kl"] > 1.5 * settings.target_kl:
                     stopped = True
                     break
@@ -284,7 +294,7 @@ class PPO(Algorithm):
         means = {name: value / max(steps, 1) for name, value in totals.items()}
         return Update({**means, "explained_variance": explained})
 
-    def _loss(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, batch: Mapping[str, Tensor], clip_range: float, ent_coef: float) -> tuple[Tensor, dict[str, float]]:
         settings = self.rules
         log_probs, entropies, values = self.acting.scores(batch["observation"], batch["action"], batch.get("mask"))
         change = log_probs - batch["log_prob"]
@@ -292,15 +302,15 @@ class PPO(Algorithm):
         advantages = batch["advantage"]
         if settings.normalize_advantage and len(advantages) > 1:  # a single one has no deviation
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        bounded = ratio.clamp(1 - settings.clip_range, 1 + settings.clip_range)
+        bounded = ratio.clamp(1 - clip_range, 1 + clip_range)
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
         errors = (values - batch["target"]).square()
         if settings.clip_value:
-            clipped = batch["value"] + (values - batch["value"]).clamp(-settings.clip_range, settings.clip_range)
+            clipped = batch["value"] + (values - batch["value"]).clamp(-clip_range, clip_range)
             errors = torch.max(errors, (clipped - batch["target"]).square())
         value_loss = 0.5 * errors.mean()
         entropy = entropies.mean()
-        loss = policy_loss + settings.vf_coef * value_loss - settings.ent_coef * entropy
+        loss = policy_loss + settings.vf_coef * value_loss - ent_coef * entropy
         with torch.no_grad():
             metrics = {
                 "policy_loss": float(policy_loss),
@@ -308,7 +318,7 @@ class PPO(Algorithm):
                 "entropy": float(entropy),
                 # Schulman's estimator of the divergence: never negative, small variance.
                 "approx_kl": float((ratio - 1 - change).mean()),
-                "clip_fraction": float(((ratio - 1).abs() > settings.clip_range).float().mean()),
+                "clip_fraction": float(((ratio - 1).abs() > clip_range).float().mean()),
             }
         return loss, metrics
 

@@ -27,6 +27,7 @@ from jurybox.training.algorithms.base import (
     torch_states,
 )
 from jurybox.training.algorithms.heads import draw_normal, normal_log_prob, tanh_correction
+from jurybox.training.algorithms.schedules import Schedule, at, is_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,15 +41,17 @@ def first_temperature(ent_coef: float | str) -> tuple[bool, float]:
     """Whether the temperature is learned, and its first value.
 
     Raises:
-        ValueError: it is neither a number above 0 nor "auto" or "auto_NUMBER".
+        ValueError: it is neither a number above 0, a schedule from one on, nor "auto" or "auto_NUMBER".
     """
+    if is_schedule(ent_coef) and min(at(ent_coef, 1.0), at(ent_coef, 0.0)) >= 0:
+        ent_coef = at(ent_coef, 1.0)
     learns = isinstance(ent_coef, str) and ent_coef.startswith("auto")
     try:
         first = 1.0 if ent_coef == "auto" else float(str(ent_coef).removeprefix("auto_"))
     except ValueError:
         first = 0.0
     if first <= 0:
-        raise ValueError(f"ent_coef={ent_coef!r}: expected a number above 0, 'auto' or 'auto_0.1'")
+        raise ValueError(f"ent_coef={ent_coef!r}: expected a number above 0, 'lin_0.2_0.01', 'auto' or 'auto_0.1'")
     return learns, first
 
 
@@ -58,11 +61,15 @@ class SAC(Algorithm):
     class Settings(OffPolicySettings):
         """Settings of SAC."""
 
+        learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
+            3e-4, description="Learning rate of Adam; a number or a schedule."
+        )
         hidden: tuple[int, ...] = Field((256, 256), description="Sizes of the hidden layers of every network.")
         tau: float = Field(0.005, gt=0, le=1, description="Coefficient of the soft update of target networks.")
         target_update_interval: int = Field(1, ge=1, description="Learner steps between two target updates.")
         ent_coef: float | str = Field(
-            "auto", description='The temperature: a number, or "auto", which learns it; "auto_0.1" from 0.1 on.'
+            "auto",
+            description='The temperature: a number or a schedule, or "auto", which learns it; "auto_0.1" from 0.1 on.',
         )
         target_entropy: float | Literal["auto"] = Field(
             "auto", description="The entropy aimed at; auto: minus the number of actions."
@@ -112,9 +119,10 @@ class SAC(Algorithm):
         self._learns_temperature, first = first_temperature(s.ent_coef)
         self.log_temperature = torch.tensor(first, device=device).log().requires_grad_(self._learns_temperature)
         # Fused: one call for all parameters instead of a dozen each.
-        self.actor_optimiser = torch.optim.Adam(self.acting.parameters(), s.learning_rate, fused=True)
-        self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), s.learning_rate, fused=True)
-        self.temperature_optimiser = torch.optim.Adam([self.log_temperature], s.learning_rate)
+        rate = at(s.learning_rate, 1.0)
+        self.actor_optimiser = torch.optim.Adam(self.acting.parameters(), rate, fused=True)
+        self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), rate, fused=True)
+        self.temperature_optimiser = torch.optim.Adam([self.log_temperature], rate)
         self.updates = 0
 
     def draw(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,6 +136,10 @@ class SAC(Algorithm):
     def update(self, batch: Batch, progress: Progress) -> Update:
         """Update temperature, critics and policy, in this order, and the target critics."""
         s = self.settings
+        self.anneal(s.learning_rate, progress)
+        if is_schedule(s.ent_coef):
+            now = max(at(s.ent_coef, progress.remaining), 1e-30)  # whose logarithm is a number
+            self.log_temperature = torch.tensor(now, device=self.log_temperature.device).log()
         observation, following = batch["observation"], batch["next_observation"]
         drawn, log_prob = self.draw(observation)
         temperature = self.log_temperature.detach().exp()

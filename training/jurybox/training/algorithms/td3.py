@@ -25,6 +25,7 @@ from jurybox.training.algorithms.base import (
     torch,
     torch_states,
 )
+from jurybox.training.algorithms.schedules import NoiseSchedule, Schedule, at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.algorithms.td3_actor import CLIP, NumpyActor, TD3Settings
 
@@ -203,12 +204,15 @@ class TD3(LearnerAlgorithm):
     class Settings(OffPolicySettings):
         """Settings of TD3."""
 
-        learning_rate: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
+        learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
+            1e-3, description="Learning rate of Adam; a number or a schedule."
+        )
         hidden: tuple[int, ...] = Field((400, 300), description="Sizes of the hidden layers of every network.")
         tau: float = Field(0.005, gt=0, le=1, description="Coefficient of the soft update of target networks.")
         policy_delay: int = Field(2, ge=1, description="Critic steps per actor step.")
-        action_noise: float = Field(
-            0.1, ge=0, description="Standard deviation of the exploration noise, for actions in [-1, 1]."
+        action_noise: NoiseSchedule = Field(
+            0.1,
+            description="Standard deviation of the exploration noise, for actions in [-1, 1]; a number or a schedule.",
         )
         target_policy_noise: float = Field(0.2, ge=0, description="Standard deviation of the noise on target actions.")
         target_noise_clip: float = Field(0.5, ge=0, description="Bound of that noise.")
@@ -234,13 +238,14 @@ class TD3(LearnerAlgorithm):
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         action = outputs["action"]
-        noise = rng.normal(0.0, self.settings.action_noise, action.shape)
+        noise = rng.normal(0.0, at(self.settings.action_noise, progress.remaining), action.shape)
         return np.clip(action + noise, -1.0, 1.0).astype(np.float32), {}
 
     def setup(self, seed: int, device: str) -> None:
         s = self.settings
+        rate = at(s.learning_rate, 1.0)
         settings = TD3Settings(
-            actor_learning_rate=s.learning_rate, critic_learning_rate=s.learning_rate, tau=s.tau,
+            actor_learning_rate=rate, critic_learning_rate=rate, tau=s.tau,
             policy_delay=s.policy_delay, target_policy_noise=s.target_policy_noise,
             target_noise_clip=s.target_noise_clip, pre_tanh_penalty=0.0, reward_scale=1.0,
         )  # fmt: skip
@@ -249,6 +254,7 @@ class TD3(LearnerAlgorithm):
         self.acting = self.learner.actor
 
     def update(self, batch: Batch, progress: Progress) -> Update:
+        self.anneal(self.settings.learning_rate, progress)
         return self.learner.update(batch)
 
     def load_published(self, weights: Mapping[str, Tensor], updates: int) -> None:

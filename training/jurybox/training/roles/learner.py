@@ -14,6 +14,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.base import AlgorithmUnusable, Progress, Update
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
+from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.runtime.role_context import Learner, RoleContext
@@ -70,13 +71,15 @@ class AlgorithmLearner(Learner):
         return Progress(plan.pace.env_steps(self.updates, 0), plan.budget.steps)
 
     def learn(self, batch: Any) -> Mapping[str, float | torch.Tensor]:
-        """Make one update, and return its metrics."""
-        found: Any = self.algorithm.update(batch, self.progress)  # an algorithm may be anyone's
+        """Make one update, and return its metrics, with what the schedules gave."""
+        progress = self.progress
+        found: Any = self.algorithm.update(batch, progress)  # an algorithm may be anyone's
         if not isinstance(found, Update):
             what = f"{self.name}.update returned a {type(found).__name__}"
             raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
         self.updates += 1
-        return found.metrics
+        scheduled = self.algorithm.settings.scheduled
+        return {**found.metrics, **{name: at(each, progress.remaining) for name, each in scheduled.items()}}
 
     def tell(self, **metrics: float | torch.Tensor) -> None:
         """Report metrics under their names with the suffix."""

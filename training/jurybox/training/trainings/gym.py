@@ -191,7 +191,7 @@ class GymTraining(ServedSettings):
 
     def unused(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and why."""
-        unused = super().unused()
+        unused = {**super().unused(), **self.own.unused()}
         if self.policy == "local":
             unused["max_lag"] = "policy is local: workers take the newest weights before every step"
         elif self.uses.on_policy:
@@ -388,8 +388,9 @@ def factory_of(settings: GymTraining) -> str:
 def columns(settings: GymTraining) -> tuple[str, ...]:
     """Return the columns of metrics.csv."""
     audits = (f"audit_{name}" for name in settings.audit)
-    losses = (*settings.uses.metrics, *(("stale", "missed", "skipped") if settings.uses.on_policy else ()))
-    return (*OF_EVERY_RUN, *losses, "eval_return", "eval_return_std", "eval_length", *audits)
+    losses = dict.fromkeys((*settings.uses.metrics, *settings.own.scheduled))
+    counts = ("stale", "missed", "skipped") if settings.uses.on_policy else ()
+    return (*OF_EVERY_RUN, *losses, *counts, "eval_return", "eval_return_std", "eval_length", *audits)
 
 
 def train(
