@@ -51,3 +51,21 @@ class Audited(Mixed):
     def step(self, action):
         *told, terminated, truncated, info = super().step(action)
         return (*told, terminated, truncated, {**info, "audit": {"other": 0.25}} if terminated or truncated else info)
+
+
+class Levers(gymnasium.Env):
+    """Observes where each of three levers has to be; every lever that is there is rewarded. One step."""
+
+    def __init__(self, bits: bool = False) -> None:
+        counts = [2, 2, 2] if bits else [2, 3, 4]
+        self.observation_space = spaces.MultiDiscrete(counts)
+        self.action_space = spaces.MultiBinary(3) if bits else spaces.MultiDiscrete(counts)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._wanted = self.np_random.integers(self.observation_space.nvec)
+        return self._wanted, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return self._wanted, float((action == self._wanted).mean()), True, False, {}

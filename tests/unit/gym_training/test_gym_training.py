@@ -107,6 +107,8 @@ def test_a_setting_that_cannot_be_or_has_no_effect_is_an_error(tmp_path, said, t
         ({"algorithm": "dqn", "env": "Pendulum-v1"}, "take ppo, td3 or sac"),
         ({"algorithm": "sac", "env": "CartPole-v1"}, "take ppo or dqn"),
         ({"algorithm": "td3", "env": "CartPole-v1"}, "take ppo or dqn"),
+        ({"algorithm": "dqn", "env": "tests.unit.gym_training.gym_worlds:Levers"}, "several choices at once: take ppo"),
+        ({"algorithm": "sac", "env": "tests.unit.gym_training.gym_worlds:Levers"}, "several choices: take ppo"),
         ({"env": "CartPole-v7"}, "CartPole-v7"),
         ({"algorithm": "td3", "env": "tests.unit.gym_training.test_gym_training:unbounded"}, "bound them in a wrapper"),
     ],
@@ -485,6 +487,14 @@ def test_pictures_and_numbers_together_are_learned_from(tmp_path, algorithm) -> 
     assert {name: tuple(value.shape) for name, value in made.state_dict().items()} == {
         name: value.shape for name, value in weights(tmp_path / "run").items()
     }
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_several_choices_at_once_are_learned(tmp_path, bits) -> None:
+    rates = {"hidden": (32,), "learning_rate": 0.01, "gamma": 0.0, "n_steps": 128, "batch_size": 64, "n_epochs": 10}
+    s = settings("ppo", env="tests.unit.gym_training.gym_worlds:Levers", env_args={"bits": bits}, **rates)
+    s = s.changed(steps=1536, evaluation_episodes=30, evaluate_every=0)
+    assert train(s, tmp_path, serial=True).evaluation["eval_return"] > 0.9, "at random 0.36, of bits 0.5"
 
 
 def test_the_plan_describes_rows() -> None:

@@ -143,9 +143,27 @@ def test_actions_are_scaled_to_their_bounds_and_cut_off_there() -> None:
     assert not unbounded.spec.bounded and unbounded.clipped([1e9, -1e9]).tolist() == [1e9, -1e9]
 
 
-@pytest.mark.parametrize("space", [spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(2), spaces.Dict({})])
+@pytest.mark.parametrize(
+    ("space", "chosen", "action"),
+    [
+        (spaces.MultiDiscrete([2, 3], start=[5, -1]), [1, 0], [6, -1]),
+        (spaces.MultiDiscrete([[2], [3]]), [1, 2], [[1], [2]]),
+        (spaces.MultiBinary((2, 2)), [1, 0, 0, 1], [[1, 0], [0, 1]]),
+    ],
+)
+def test_several_choices_are_the_environments_action(space, chosen, action) -> None:
+    actions = Actions(space)
+    for convert in (actions.chosen, actions.clipped):
+        made = convert(np.array(chosen))
+        assert made.tolist() == action and made.dtype == space.dtype and space.contains(made)
+    drawn = actions.spec.sample(np.random.default_rng(0), 500)
+    assert drawn.shape == (500, len(chosen)) and all(space.contains(actions.chosen(each)) for each in drawn)
+    assert [set(each) for each in drawn.T.tolist()] == [set(range(count)) for count in actions.spec.counts]
+
+
+@pytest.mark.parametrize("space", [spaces.Tuple([spaces.Discrete(2)]), spaces.Text(3), spaces.Dict({})])
 def test_actions_of_other_spaces_are_refused(space) -> None:
-    with pytest.raises(EnvironmentUnusable, match="expected Box or Discrete"):
+    with pytest.raises(EnvironmentUnusable, match="expected Box, Discrete, MultiDiscrete or MultiBinary"):
         Actions(space)
 
 

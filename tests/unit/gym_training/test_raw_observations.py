@@ -43,13 +43,20 @@ SPACES = {
 }
 
 
+ACTIONS = {
+    "choices": spaces.MultiDiscrete([[3], [2]], start=[[1], [-2]]),
+    "bits": spaces.MultiBinary((2, 2)),
+}
+
+
 class Sampled(gymnasium.Env):
     """Observes samples of one of the spaces."""
 
-    def __init__(self, space, numbers=False, bounded=True):
+    def __init__(self, space, numbers=False, bounded=True, actions=None):
         self.observation_space = SPACES[space]
         bound = np.array([3, 5], np.float32) if bounded else np.array([np.inf, 5], np.float32)
         self.action_space = spaces.Box(-bound, bound) if numbers else spaces.Discrete(4, start=2)
+        self.action_space = self.action_space if actions is None else ACTIONS[actions]
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -64,8 +71,8 @@ class Sampled(gymnasium.Env):
 
 
 def trained(folder, algorithm, space, **changes):
-    numbers = algorithm in ("td3", "sac") or bool(changes)
-    env_args = {"space": space, "numbers": numbers, **changes}
+    numbers = algorithm in ("td3", "sac")
+    env_args = {"space": space, **({"numbers": True} if numbers else {}), **changes}
     own = {"n_steps": 8, "n_epochs": 1} if algorithm == "ppo" else {"learning_starts": 4, "buffer_size": 100}
     small = {"steps": 16, "batch_size": 4, "hidden": (8,), "evaluation_episodes": 1, "algorithm": algorithm}
     s = GymTraining.checked({**small, **own, "env": f"{__name__}:Sampled", "env_args": env_args})
@@ -97,6 +104,8 @@ CASES += [
     ("iqn", "parts", {}),
     ("ppo", "a pair", {"numbers": True}),
     ("ppo", "bytes", {"numbers": True, "bounded": False}),
+    ("ppo", "parts", {"actions": "choices"}),
+    ("ppo", "a pair", {"actions": "bits"}),
 ]
 
 

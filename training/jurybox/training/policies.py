@@ -28,6 +28,7 @@ from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import build_version
 from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
+from jurybox.training.algorithms.heads import side_by_side
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
 from jurybox.training.contract import begun, stepped
 from jurybox.training.environments.adapter import Moved, Result, Waiting
@@ -89,6 +90,8 @@ class Acts:
             depends on their randomness, for example in a multi-agent environment.
         low, high: bounds of the environment's actions, flattened; None where there is none.
         first: see `choose`.
+        counts, starts: of an action of several choices: the number of elements that each has in the output, side by
+            side, and the environment's number of its first. The action has an index, plus its start, for each.
         own_arguments: arguments of the environment's factory for this policy only, such as its role in a multi-agent
             environment. The factory then also receives `partners`, the description's policies by name.
     """
@@ -101,7 +104,16 @@ class Acts:
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     first: int = 0
+    counts: Sequence[int] = ()
+    starts: Sequence[int] = ()
     own_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an action."""
+        if self.choose in _NUMBERED:
+            return (len(self.counts),) if self.counts else ()
+        return (len(self.low),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +162,23 @@ class Description:
 class Acting(nn.Module):
     """Maps observations to actions of the environment: normalisation, network and scaling in one module.
 
-    It takes the network's inputs by position. Actions are int64 (n,) for "best" and "draw", else float32 (n, ...).
+    It takes the network's inputs by position. Actions are int64 (n,) for "best" and "draw", (n, choices) of several
+    choices, else float32 (n, ...).
     """
 
     def __init__(self, served: ServedModel, acts: Acts) -> None:
         super().__init__()
         self.network = served.module
         self._output, self._place = acts.output, list(served.outputs).index(acts.output)
-        self._choose, self._first = acts.choose, acts.first
+        self._choose, self._first, self._counts = acts.choose, acts.first, tuple(acts.counts)
+        self.register_buffer("starts", torch.tensor(acts.starts, dtype=torch.int64), persistent=False)
         for name, bounds, none in (("low", acts.low, -math.inf), ("high", acts.high, math.inf)):
             numbers = [none if bound is None else bound for bound in bounds]
             self.register_buffer(name, torch.tensor(numbers, dtype=torch.float32), persistent=False)
 
     low: Tensor
     high: Tensor
+    starts: Tensor
 
     def forward(self, *observation: Tensor) -> Tensor:
         """Compute the actions of n observations."""
@@ -173,9 +188,11 @@ class Acting(nn.Module):
         elif isinstance(found, tuple):
             found = found[self._place]
         if self._choose in _NUMBERED:
+            if self._counts:
+                found = side_by_side(found, self._counts)
             if self._choose == "draw":  # Gumbel-max trick: the argmax of logits plus Gumbel noise samples the softmax
                 found = found - torch.rand_like(found).clamp_min(1e-20).log().neg().clamp_min(1e-20).log()
-            best: Tensor = found.argmax(-1) + self._first
+            best: Tensor = found.argmax(-1) + (self.starts if self._counts else self._first)
             return best
         if self._choose == "clip":
             return torch.minimum(torch.maximum(found, self.low), self.high)
@@ -622,7 +639,8 @@ def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
     inputs = ", ".join(
         f"`{name}` {spec.dtype} ({', '.join(map(str, ('n', *spec.shape)))})" for name, spec in policy.inputs.items()
     )
-    action = "int64 (n,)" if acts.choose in _NUMBERED else f"float32 (n, {len(acts.low)}), {_bounds_text(acts)}"
+    shape = ", ".join(map(str, ("n", *acts.shape))) + "," * (not acts.shape)
+    action = f"int64 ({shape})" if acts.choose in _NUMBERED else f"float32 ({shape}), {_bounds_text(acts)}"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
     lines = [
         f"# A policy of `jurybox train {description.training}`",
@@ -665,9 +683,7 @@ def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, 
     """Export a policy to `folder`, write the configuration of a server for it, and return the configuration's path."""
     export(policy, folder / "policy.pt2", run)
     acts = policy.found.acts
-    action = (
-        {"dtype": "int64", "shape": []} if acts.choose in _NUMBERED else {"dtype": "float32", "shape": [len(acts.low)]}
-    )
+    action = {"dtype": "int64" if acts.choose in _NUMBERED else "float32", "shape": list(acts.shape)}
     lines = [
         "[server]",
         *(f"{key} = {json.dumps(value)}" for key, value in server.items()),

@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "StrangeObservation", "converted", "named"]
+__all__ = [
+    "ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "StrangeObservation", "converted", "grouped", "named",
+    "places",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 _MOST = float(np.finfo(np.float32).max)
@@ -115,13 +119,16 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class ActionSpec:
-    """What a policy chooses.
+    """What a policy chooses: one of some actions, several such choices at once (`counts`), or numbers.
 
     Attributes:
-        discrete: one of `size` actions; else `size` numbers.
-        size: number of actions, or of numbers.
+        discrete: one of `size` actions.
+        size: number of actions, of the actions of all choices together, or of numbers.
         start: the environment's number of the first action.
         low, high: bounds of the numbers, flat, in the environment's unit; infinite where there is none.
+        counts: of several choices: how many actions each has; a bit has two. A network has an output for each, those of
+            the choices side by side.
+        starts: the environment's number of the first action of each choice.
     """
 
     discrete: bool
@@ -129,17 +136,46 @@ class ActionSpec:
     start: int = 0
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    @classmethod
+    def choices(cls, counts: Sequence[int], starts: Sequence[int]) -> ActionSpec:
+        """Create one of several choices."""
+        return cls(False, sum(counts), counts=tuple(counts), starts=tuple(starts))
+
+    @property
+    def chosen(self) -> bool:
+        """Whether it is one of some actions, or several such choices: whole numbers."""
+        return self.discrete or bool(self.counts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an action: (), (choices,) or (numbers,)."""
+        return () if self.discrete else (len(self.counts) or self.size,)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of an action: int64, or float32 of numbers."""
+        return "int64" if self.chosen else "float32"
+
+    def best(self, values: Array) -> Array:
+        """Return the action with the largest value (n, size) in each row; of several choices (n, choices)."""
+        found: Array = (grouped(values, self.counts) if self.counts else values).argmax(-1)
+        return found
+
+    def sample(self, rng: np.random.Generator, n: int) -> Array:
+        """Draw actions evenly, (n, *shape); numbers in [-1, 1]."""
+        if self.counts:
+            return rng.integers(self.counts, size=(n, len(self.counts)))
+        if self.discrete:
+            return rng.integers(self.size, size=n)
+        return rng.uniform(-1, 1, (n, self.size)).astype(np.float32)
 
     @property
     def bounded(self) -> bool:
         """Whether all bounds are finite."""
         return all(map(math.isfinite, (*self.low, *self.high)))
-
-    def sample(self, rng: np.random.Generator, n: int) -> Array:
-        """Draw `n` actions as a policy chooses them: numbers of actions, or float32 (n, size) in [-1, 1]."""
-        if self.discrete:
-            return rng.integers(self.size, size=n)
-        return rng.uniform(-1, 1, (n, self.size)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +208,8 @@ class AgentSpec:
         action = dict(document["action"])
         for name in ("low", "high"):
             action[name] = tuple(map(float, action[name]))
+        for name in ("counts", "starts"):
+            action[name] = tuple(action.get(name, ()))
         return cls(tuple(map(Leaf.of, document["inputs"])), ActionSpec(**action), document["normalize"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -180,6 +218,26 @@ class AgentSpec:
         for name in ("low", "high"):
             action[name] = [bound if math.isfinite(bound) else str(bound) for bound in action[name]]
         return {"inputs": [leaf.as_dict() for leaf in self.inputs], "action": action, "normalize": self.normalize}
+
+
+@cache
+def places(counts: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return where the values of several choices are that lie side by side, (choices, most).
+
+    Choices have different numbers of actions: what is missing is the place after the last value.
+    """
+    found = np.full((len(counts), max(counts)), sum(counts), np.int64)
+    first = 0
+    for row, count in zip(found, counts, strict=True):
+        row[:count] = np.arange(first, first + count)
+        first += count
+    return found
+
+
+def grouped(values: Array, counts: tuple[int, ...]) -> Array:
+    """Return values (n, sum of counts) as (n, choices, most), -inf where a choice has fewer actions."""
+    none = np.full((len(values), 1), -np.inf, values.dtype)
+    return np.concatenate((values, none), 1)[:, places(counts)]
 
 
 def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str, *, finite: bool = True) -> Array:

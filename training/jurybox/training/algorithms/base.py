@@ -87,7 +87,7 @@ class Rollout:
 
     Attributes:
         observation: (t, n, inputs), float32 unless the network takes other rows.
-        action: int64 (t, n), or float32 (t, n, actions) where they are numbers.
+        action: int64 (t, n), (t, n, choices) of several choices, or float32 (t, n, actions) where they are numbers.
         log_prob, value, reward: float32 (t, n).
         terminated, ended: bool (t, n); `ended` marks the last step of an episode, however it ended.
         next_value: float32 (t, n), the value of what followed where `ended` and not terminated; anything elsewhere.
@@ -242,9 +242,9 @@ class Algorithm(ABC):
     def chooses(self) -> tuple[str, Choose]:
         """The output that an action without exploration is computed from, and how.
 
-        "best": the number of its largest element; "box": its numbers in [-1, 1], which are scaled to the bounds of the
-        environment's actions; "tanh": the same of its hyperbolic tangent; "clip": its numbers in the environment's
-        unit, cut off at the bounds.
+        "best": the number of its largest element, of several choices of each one's; "box": its numbers in [-1, 1],
+        which are scaled to the bounds of the environment's actions; "tanh": the same of its hyperbolic tangent;
+        "clip": its numbers in the environment's unit, cut off at the bounds.
         """
 
     @abstractmethod
@@ -263,15 +263,15 @@ class Algorithm(ABC):
             outputs: of the network, (n, ...) by name.
 
         Returns:
-            Actions, (n,) numbers of them, or (n, size) float32; and the `columns` of these steps, (n, ...).
+            Actions, (n,) numbers of them, (n, choices) of several, or (n, size) float32; and the `columns` of these
+            steps, (n, ...).
         """
 
     def greedy(self, outputs: Arrays) -> Array:
         """Choose actions without exploration, as `chooses` says."""
         name, how = self.chooses
         if how == "best":
-            best: Array = outputs[name].argmax(1)
-            return best
+            return self.spec.action.best(outputs[name])
         return np.tanh(outputs[name]) if how == "tanh" else outputs[name]
 
     def exploration(self, progress: Progress) -> Mapping[str, float]:
@@ -343,6 +343,8 @@ class Algorithm(ABC):
 
     def check_bounded(self) -> None:
         """Raise AlgorithmUnusable unless actions are numbers with finite bounds."""
+        if self.spec.action.counts:
+            raise AlgorithmUnusable("it gives numbers as actions, and these are several choices: take ppo")
         if self.spec.action.discrete:
             raise AlgorithmUnusable("it gives numbers as actions, and these are one of some: take ppo or dqn")
         if not self.spec.action.bounded:

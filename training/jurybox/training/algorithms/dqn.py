@@ -66,6 +66,8 @@ class DQN(Algorithm):
     settings: Settings
 
     def check(self) -> None:
+        if self.spec.action.counts:
+            raise AlgorithmUnusable("it chooses one of some actions, and these are several choices at once: take ppo")
         if not self.spec.action.discrete:
             raise AlgorithmUnusable("it chooses one of some actions, and these are numbers: take ppo, td3 or sac")
 

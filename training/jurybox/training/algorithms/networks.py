@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jurybox.training.algorithms.heads import HALF_LOG_2_PI, masked, normal_log_prob
+from jurybox.training.algorithms.heads import HALF_LOG_2_PI, chosen_log_prob, normal_log_prob
 from jurybox.training.algorithms.torch_states import perceptron
 from jurybox.training.spaces import Leaf
 
@@ -358,10 +358,12 @@ class ActorCritic(nn.Module):
     Args:
         features: the first layer of both networks.
         hidden: widths of the hidden layers of both.
+        counts: actions of each of several choices, whose logits are side by side; empty: there is one.
     """
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features, actions: int, hidden: Sequence[int], counts: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.counts = counts
         # Small last layers: the first policy is nearly uniform, the first values nearly 0 (Andrychowicz et al. 2021,
         # "What matters for on-policy deep actor-critic methods?").
         self.actor = perceptron(features.size, hidden, actions, activation=nn.Tanh, last_gain=0.01)
@@ -381,9 +383,7 @@ class ActorCritic(nn.Module):
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
         logits, values = self(observation)
-        log_probs = masked(logits, mask)
-        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
-        return log_probs.gather(1, actions[:, None]).squeeze(1), entropy, values
+        return *chosen_log_prob(logits, actions, self.counts, mask), values
 
 
 class GaussianActorCritic(ActorCritic):

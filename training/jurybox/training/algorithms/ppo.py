@@ -30,7 +30,7 @@ from jurybox.training.algorithms.base import (
     networks,
     torch,
 )
-from jurybox.training.algorithms.heads import draw_categorical, draw_normal, masked
+from jurybox.training.algorithms.heads import draw_categorical, draw_choices, draw_normal, masked
 from jurybox.training.algorithms.schedules import AnySchedule, Schedule, at
 from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
 
@@ -125,7 +125,7 @@ def _advantages_of_one(rollout: Rollout, settings: PPOSettings) -> Floats:
 
 
 class PPO(Algorithm):
-    """Proximal policy optimisation of actions that are discrete or numbers, as in Stable-Baselines3.
+    """Proximal policy optimisation of actions that are discrete, several choices or numbers, as in Stable-Baselines3.
 
     Attributes:
         returns: running mean and deviation of returns, and the number of rollouts that are in them.
@@ -173,24 +173,28 @@ class PPO(Algorithm):
     @property
     def outputs(self) -> Mapping[str, tuple[int, ...]]:
         size = (self.spec.action.size,)
-        return (
-            {"logits": size, "value": ()} if self.spec.action.discrete else {"mean": size, "log_std": size, "value": ()}
-        )
+        chosen = {"logits": size} if self.spec.action.chosen else {"mean": size, "log_std": size}
+        return {**chosen, "value": ()}
 
     @property
     def chooses(self) -> tuple[str, Choose]:
-        return ("logits", "best") if self.spec.action.discrete else ("mean", "clip")
+        return ("logits", "best") if self.spec.action.chosen else ("mean", "clip")
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
         return {"log_prob": ()}
 
     def network(self) -> ActorCritic:
-        of = networks.ActorCritic if self.spec.action.discrete else networks.GaussianActorCritic
-        return of(self.encoder(orthogonal=True), self.spec.action.size, self.rules.hidden)
+        action, encoder = self.spec.action, self.encoder(orthogonal=True)
+        if action.chosen:
+            return networks.ActorCritic(encoder, action.size, self.rules.hidden, action.counts)
+        return networks.GaussianActorCritic(encoder, action.size, self.rules.hidden)
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
-        if self.spec.action.discrete:
+        spec = self.spec.action
+        if spec.counts:
+            action, log_prob = draw_choices(outputs["logits"], spec.counts, rng)
+        elif spec.discrete:
             action, log_prob = draw_categorical(outputs["logits"], rng)
         else:
             action, log_prob = draw_normal(outputs["mean"], outputs["log_std"], rng)

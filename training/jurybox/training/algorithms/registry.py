@@ -98,10 +98,10 @@ def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
     chosen, columns = algorithm.explore(outputs, np.random.default_rng(0), Progress(0, 1))
     for method, actions in (("explore", chosen), ("greedy", algorithm.greedy(outputs))):
         what = f"what {name}.{method} chooses"
-        if not action.discrete:
-            _expect(what, actions, (n, action.size), "f")
-        elif not 0 <= _expect(what, actions, (n,), "iu").min() <= np.max(actions) < action.size:
-            raise AlgorithmUnusable(f"{what} is {np.ravel(actions).tolist()}, expected 0 to {action.size - 1}")
+        found = _expect(what, actions, (n, *action.shape), "iu" if action.chosen else "f")
+        if action.chosen and ((found < 0) | (found >= np.array(action.counts or action.size))).any():
+            most = [count - 1 for count in action.counts] or action.size - 1
+            raise AlgorithmUnusable(f"{what} is {np.ravel(actions).tolist()}, expected 0 to {most}")
     if columns.keys() != algorithm.columns.keys():
         raise AlgorithmUnusable(
             f"{name}.explore returns the columns {list(columns)}, and `columns` names {list(algorithm.columns)}"

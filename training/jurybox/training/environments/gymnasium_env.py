@@ -319,7 +319,7 @@ class Actions:
     """Converts a policy's actions to an environment's.
 
     Args:
-        space: Box or Discrete.
+        space: Box, Discrete, MultiDiscrete or MultiBinary.
 
     Raises:
         EnvironmentUnusable: it is another kind of space.
@@ -336,22 +336,32 @@ class Actions:
                 False, math.prod(space.shape), low=tuple(self._low.tolist()), high=tuple(self._high.tolist())
             )
             self._whole = np.dtype(space.dtype).kind in "iu"
+        elif isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and math.prod(space.shape):
+            bits = isinstance(space, spaces.MultiBinary)
+            counts, starts = (np.full(space.shape, 2), np.zeros(space.shape)) if bits else (space.nvec, space.start)
+            self.spec = ActionSpec.choices(*(np.ravel(each).astype(int).tolist() for each in (counts, starts)))
+            self._starts = np.array(self.spec.starts)
         else:
             raise EnvironmentUnusable(
-                f"the action space is {space}: expected Box or Discrete, which is what the algorithms choose; make it "
-                "one in a wrapper of the environment"
+                f"the action space is {space}: expected Box, Discrete, MultiDiscrete or MultiBinary, which is what the "
+                "algorithms choose; make it one in a wrapper of the environment"
             )
 
     def chosen(self, action: Any) -> Any:
-        """The environment's action for the number of one (Discrete), or for numbers in [-1, 1] (Box): scaled."""
-        if self.spec.discrete:
-            return self.spec.start + int(action)
+        """The environment's action for whole numbers from 0 on, or for numbers in [-1, 1] (Box): scaled."""
+        if self.spec.chosen:
+            return self._numbered(action)
         half = 0.5 * (self._high - self._low)
         return self._box(self._low + half * (np.asarray(action, np.float64) + 1.0))
 
     def clipped(self, action: Any) -> Any:
         """Return the action for numbers in the environment's own unit, clipped to the bounds."""
-        return self.spec.start + int(action) if self.spec.discrete else self._box(np.asarray(action, np.float64))
+        return self._numbered(action) if self.spec.chosen else self._box(np.asarray(action, np.float64))
+
+    def _numbered(self, action: Any) -> Any:
+        if self.spec.discrete:
+            return self.spec.start + int(action)
+        return (self._starts + action).astype(self._space.dtype).reshape(self._space.shape)
 
     def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
         assert isinstance(self._space, spaces.Box)

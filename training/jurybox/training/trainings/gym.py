@@ -265,7 +265,7 @@ def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
     stored = "bits" if seen.binary and not algorithm.on_policy else None
     found = {
         "observation": Column((seen.size,), seen.dtype, stored=stored),
-        "action": Column((), "int64") if action.discrete else Column((action.size,)),
+        "action": Column(action.shape, action.dtype),
         "reward": Column(),
         "terminated": Column((), "bool"),
         **{name: Column(shape) for name, shape in algorithm.columns.items()},
@@ -369,7 +369,10 @@ def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, 
     action = AgentSpec.of(made_of["spec"]).action
     low, high = ([each if math.isfinite(each) else None for each in bounds] for bounds in (action.low, action.high))
     weights = f"weights-{NAME}.state"
-    acts = Acts(factory_of(settings), made_of, weights, output, how, low=low, high=high, first=action.start)
+    acts = Acts(
+        factory_of(settings), made_of, weights, output, how,
+        low=low, high=high, first=action.start, counts=action.counts, starts=action.starts,
+    )  # fmt: skip
     return Description(
         "gym",
         {NAME: acts},
