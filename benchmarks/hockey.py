@@ -18,8 +18,12 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from jurybox.studies.hockey import HockeyGame, Match, make_opponent, play
+from jurybox.studies.hockey.algorithm import algorithm_of
 from jurybox.studies.hockey.drawing import draw
-from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
+from jurybox.studies.hockey.opponents import actor_of
+from jurybox.studies.hockey.settings import HockeyTraining
+from jurybox.training.algorithms.base import Algorithm, Progress
+from jurybox.training.algorithms.registry import make
 
 
 def per_second(work: Callable[[], int], rounds: int = 7) -> float:
@@ -52,19 +56,25 @@ def bot_steps() -> int:
     return done
 
 
+def algorithm(hidden: tuple[int, int]) -> Algorithm:
+    return make(**algorithm_of(HockeyTraining(hidden=hidden), (18, 4)))
+
+
 def policy_steps(hidden: tuple[int, int]) -> Callable[[], int]:
-    actor = TD3Learner(18, 4, TD3Settings(hidden_actor=hidden, hidden_critic=hidden)).numpy_actor()
+    made = algorithm(hidden)
+    actor = actor_of({name: tensor.numpy() for name, tensor in made.network().state_dict().items()})
     games = [HockeyGame() for _ in range(8)]
 
     def work() -> int:
-        matches = [Match(seed, seed % 2, "weak", make_opponent("weak")) for seed in range(24)]
+        matches = [Match(seed, seed % 2, make_opponent("weak")) for seed in range(24)]
         return sum(result.steps for result in play(games, matches, actor))
 
     return work
 
 
 def updates(hidden: tuple[int, int], n: int) -> Callable[[], int]:
-    learner = TD3Learner(18, 4, TD3Settings(hidden_actor=hidden, hidden_critic=hidden))
+    learner = algorithm(hidden)
+    learner.setup(0, "cpu")
     rows = {
         "observation": torch.randn(n, 18),
         "action": torch.rand(n, 4) * 2 - 1,
@@ -75,7 +85,7 @@ def updates(hidden: tuple[int, int], n: int) -> Callable[[], int]:
 
     def work() -> int:
         for _ in range(200):
-            learner.update(rows)
+            learner.update(rows, Progress(0, 1))
         return 200
 
     return work

@@ -35,7 +35,8 @@ def settings(collectors: int, games: int, ratio: Fraction) -> HockeyTraining:
         evaluate_every=0,
         checkpoint_every=0,
         buffer_size=200_000,
-        learner={"actor_learning_rate": 0.0, "critic_learning_rate": 0.0},
+        learning_rate=1e-30,  # no step changes a weight
+        critic_learning_rate=1e-30,
     )
 
 

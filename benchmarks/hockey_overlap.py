@@ -99,8 +99,8 @@ def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: b
 
 def compare(ratio: Fraction, args: argparse.Namespace) -> tuple[list[str], Timeline | None]:
     """One row of the table, and the timeline of the last run in processes."""
-    # The learning rates are 0: a policy that gets better plays shorter games, and both should play the same.
-    still = {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}
+    # No step changes a weight: a policy that gets better plays shorter games, and both should play the same.
+    still = 1e-30
     settings = HockeyTraining(
         steps=10**9,
         train_freq=ratio.denominator,
@@ -111,7 +111,8 @@ def compare(ratio: Fraction, args: argparse.Namespace) -> tuple[list[str], Timel
         evaluate_every=0,
         checkpoint_every=0,
         buffer_size=200_000,
-        learner=still,
+        learning_rate=still,
+        critic_learning_rate=still,
         policy="served" if args.served else "local",
     )
     found: dict[bool, list[Stretch]] = {True: [], False: []}

@@ -53,13 +53,14 @@ def serve(registry: Path, settings: HockeyTraining) -> None:
     """A server with a policy and two past selves, until standard input ends; the policy is published twice a second."""
     os.sched_setaffinity(0, half_of_cores(0))
     from jurybox.cluster.endpoints import locks
+    from jurybox.studies.hockey.algorithm import network_of
     from jurybox.studies.hockey.served import MODEL, POOL_MODEL, PastSelves, models
     from jurybox.studies.hockey.train import sizes_of
-    from jurybox.training.algorithms.td3 import TD3
+    from jurybox.training.algorithms.registry import make
     from jurybox.training.runtime.local_server import LocalServer
 
     sizes = sizes_of(settings)
-    policy = TD3(*sizes, settings.learner).acting()
+    policy = make(**network_of(settings, sizes)).network()
     state = {name: tensor.numpy() for name, tensor in policy.state_dict().items()}
     with tempfile.TemporaryDirectory() as folder:
         token, authority, locked = locks(Path(folder), A)
@@ -107,8 +108,8 @@ class Found:
 class Others(LocalPolicies):
     """Bots, and odds that stay."""
 
-    def odds(self) -> Mapping[str, float]:
-        return _ODDS
+    def curriculum(self) -> Mapping[str, Any]:
+        return {"odds": _ODDS}
 
 
 def collect(registry: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:

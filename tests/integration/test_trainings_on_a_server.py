@@ -13,7 +13,7 @@ CLI = [sys.executable, "-m", "jurybox.training.cli", "train"]
 # fmt: off
 HOCKEY = [
     "hockey", "--policy", "served", "--envs", "8", "--steps", "1200", "--learning-starts", "200", "--train-freq", "4",
-    "--set", "batch_size = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
+    "--set", "batch_size = 16", "--set", "hidden = [16, 16]",
     "--set", "evaluation_games = 1", "--set", "matrix_games = 0", "--set", "film_games = 0", "--set", "max_ahead = 200",
     "--set", "snapshot_every = 2", "--set", "league.pool = 3", "--set", "league.anchor_share = 0.1",
     "--evaluate-every", "0",

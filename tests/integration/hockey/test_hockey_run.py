@@ -30,7 +30,7 @@ from jurybox.training.runtime.scoreboard import Control, Word
 
 # fmt: off
 SMALL = [
-    "--set", "batch_size = 16", "--set", "learner.hidden_actor = [16, 16]", "--set", "learner.hidden_critic = [16, 16]",
+    "--set", "batch_size = 16", "--set", "hidden = [16, 16]",
     "--set", "evaluation_games = 2", "--set", "matrix_games = 0", "--set", "film_games = 0",
     "--set", "snapshot_every = 1", "--set", "log_every = 500", "--set", "league.anchor_share = 0.2",
     "--train-freq", "2", "--set", "evaluate_every = 0",

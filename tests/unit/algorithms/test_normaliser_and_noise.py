@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from jurybox.training.algorithms.acting import coloured_noise
 from jurybox.training.algorithms.statistics import Normaliser
-from jurybox.training.algorithms.td3_actor import coloured_noise
 
 
 def test_pieces_give_the_statistics_of_the_whole() -> None:

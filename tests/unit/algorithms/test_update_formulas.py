@@ -19,16 +19,13 @@ from torch.nn import functional
 
 from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.networks import (
-    Actor,
     ActorCritic,
     Features,
     QuantileValues,
     QValues,
     SeeingCritic,
-    TwinCritic,
 )
 from jurybox.training.algorithms.ppo import PPOSettings
-from jurybox.training.algorithms.td3 import TD3Learner, TD3Settings
 
 OBSERVATIONS, ACTIONS = 3, 2
 
@@ -356,33 +353,26 @@ def soft(target: nn.Module, live: nn.Module, tau: float) -> None:
             one.copy_((1 - tau) * one + tau * two)
 
 
-@pytest.mark.parametrize("closed_form", [False, True])
+@pytest.mark.parametrize("name", ["td3", "jurybox.studies.hockey.td3:HockeyTD3"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_td3s_update_is_that_of_its_paper(closed_form, weighted) -> None:
-    s = TD3Settings(
-        actor_learning_rate=1e-2, critic_learning_rate=2e-2, tau=0.1, policy_delay=2, target_policy_noise=0.4,
-        target_noise_clip=0.3, pre_tanh_penalty=0.2, reward_scale=0.5, hidden_actor=(8,), hidden_critic=(8,),
-    )  # fmt: skip
-    actor, critic = widened(Actor(OBSERVATIONS, ACTIONS, (8,))), widened(TwinCritic(OBSERVATIONS, ACTIONS, (8,)))
+def test_td3s_update_is_that_of_its_paper(name, weighted) -> None:
+    spec = spec_of(OBSERVATIONS, (), False, False, ACTIONS)
+    actor = widened(acting_network("td3", OBSERVATIONS, (), False, False, ACTIONS, (8,)))
+    critic = widened(SeeingCritic(Features(OBSERVATIONS), ACTIONS, (8,)))
     with torch.no_grad():
         actor.layers[-1].weight.mul_(3.0)  # some actions beyond the bound of the penalty
-    if closed_form:
-        learner = TD3Learner(OBSERVATIONS, ACTIONS, s, seed=6)
-        for mine, given in (
-            (learner.actor, actor),
-            (learner.target_actor, actor),
-            (learner.critic, critic),
-            (learner.target_critic, critic),
-        ):
-            mine.load_state_dict(given.state_dict())
-    else:
-        learner = TD3Learner(OBSERVATIONS, ACTIONS, s, seed=6, given=(copy.deepcopy(actor), copy.deepcopy(critic)))
+    learner = learning(
+        name, spec, copy.deepcopy(actor), copy.deepcopy(critic), seed=6,
+        learning_rate=1e-2, critic_learning_rate=2e-2, tau=0.1, policy_delay=2, target_policy_noise=0.4,
+        target_noise_clip=0.3, pre_tanh_penalty=0.2, reward_scale=0.5, hidden=(8,),
+    )  # fmt: skip
     target_actor, target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
     of_actor, of_critic = torch.optim.Adam(actor.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 2e-2)
     generator = torch.Generator().manual_seed(6)
     for number, batch in enumerate(batches(5, 16), 1):
         weights = torch.linspace(0.2, 1.0, 16) if weighted else None
-        update = learner.update({name: each.clone() for name, each in batch.items()}, weights)
+        given = {**batch, "weights": weights} if weighted else batch
+        update = learner.update({name: each.clone() for name, each in given.items()}, START)
         seen, following = batch["observation"], batch["next_observation"]
         noise = torch.empty(16, ACTIONS).normal_(0.0, 0.4, generator=generator)
         assert (noise.abs() > 0.3).any(), "weak data"
@@ -402,10 +392,10 @@ def test_td3s_update_is_that_of_its_paper(closed_form, weighted) -> None:
             follow(of_actor, -critic(seen, torch.tanh(raw))[0].mean() + 0.2 * penalty)
             soft(target_actor, actor, 0.1)
             soft(target_critic, critic, 0.1)
-    agree(learner.actor, actor, 5e-5)
-    agree(learner.critic, critic, 5e-5)
+    agree(learner.acting, actor, 5e-5)
+    agree(learner.critics, critic, 5e-5)
     agree(learner.target_actor, target_actor, 5e-5)
-    agree(learner.target_critic, target_critic, 5e-5)
+    agree(learner.target_critics, target_critic, 5e-5)
 
 
 @pytest.mark.parametrize("ent_coef", ["auto_0.5", 0.3])

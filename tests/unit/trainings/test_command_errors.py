@@ -162,15 +162,15 @@ def test_a_value_that_is_no_toml_is_text():
 
 def test_an_unknown_setting_is_named_with_its_line_and_what_may_have_been_meant(tmp_path):
     file = tmp_path / "train.toml"
-    file.write_text("seed = 1\nbatch_sise = 3\n\n[learner]\ntauu = 0.1\n")
+    file.write_text("seed = 1\nbatch_sise = 3\n\n[league]\npoool = 3\n")
     with pytest.raises(ConfigError) as caught:
         HockeyTraining.read(file, changes_of(["leage.pool=3"], {}))
     said = str(caught.value)
     assert f"{file}:2: batch_sise: no such setting; did you mean 'batch_size'" in said
-    assert f"{file}:5: learner.tauu: no such setting; did you mean 'tau'" in said
+    assert f"{file}:5: league.poool: no such setting; did you mean 'pool'" in said
     assert "; leage: no such setting; did you mean 'league'" in said
     with pytest.raises(ConfigError) as caught:
-        HockeyTraining.read(file, changes_of(["batch_sise=4", "learner.tauu=1"], {}))
+        HockeyTraining.read(file, changes_of(["batch_sise=4", "league.poool=1"], {}))
     assert str(file) not in str(caught.value), "the command line overrides the file"
 
 

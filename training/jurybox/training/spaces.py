@@ -24,6 +24,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 _MOST = float(np.finfo(np.float32).max)
+CLIP = 10.0  # deviations; bound of normalised numbers
 ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
 
 
@@ -186,11 +187,13 @@ class AgentSpec:
         inputs: the parts of an observation, in the order of the policy's arguments.
         action: what is chosen.
         normalize: whether the network normalises the numbers of observations, with statistics that it holds.
+        clip: bound of normalised numbers, in standard deviations.
     """
 
     inputs: tuple[Leaf, ...]
     action: ActionSpec
     normalize: bool = False
+    clip: float = CLIP
 
     @property
     def numbers(self) -> int:
@@ -210,14 +213,17 @@ class AgentSpec:
             action[name] = tuple(map(float, action[name]))
         for name in ("counts", "starts"):
             action[name] = tuple(action.get(name, ()))
-        return cls(tuple(map(Leaf.of, document["inputs"])), ActionSpec(**action), document["normalize"])
+        return cls(
+            tuple(map(Leaf.of, document["inputs"])), ActionSpec(**action), document["normalize"], document["clip"]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the specification as values of JSON and TOML: "inf" and "-inf" are infinite bounds."""
         action = asdict(self.action)
         for name in ("low", "high"):
             action[name] = [bound if math.isfinite(bound) else str(bound) for bound in action[name]]
-        return {"inputs": [leaf.as_dict() for leaf in self.inputs], "action": action, "normalize": self.normalize}
+        inputs = [leaf.as_dict() for leaf in self.inputs]
+        return {"inputs": inputs, "action": action, "normalize": self.normalize, "clip": self.clip}
 
 
 @cache

@@ -9,7 +9,7 @@ SMALL = {
     "train_freq": 10,
     "batch_size": 16,
     "buffer_size": 20_000,
-    "learner": {"hidden_actor": (16, 16), "hidden_critic": (16, 16)},
+    "hidden": (16, 16),
     "league": {"pool": 2, "least_games": 2, "anchor_share": 0.5},
     "publish_interval": 5,
     "snapshot_every": 4,

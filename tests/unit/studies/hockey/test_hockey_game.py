@@ -177,7 +177,7 @@ def test_an_unknown_opponent_is_named_with_those_there_are() -> None:
 
 
 def standing(left, right_name: str, n: int = 60) -> tuple[float, float, float]:
-    matches = [Match(seed, seed % 2, right_name, make_opponent(right_name)) for seed in range(n)]
+    matches = [Match(seed, seed % 2, make_opponent(right_name)) for seed in range(n)]
 
     def policy(rows: np.ndarray) -> np.ndarray:
         return np.stack([left.act(row) for row in rows])

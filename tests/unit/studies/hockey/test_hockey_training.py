@@ -19,17 +19,19 @@ from tests.unit.studies.hockey.hockey_runs import Nothing, settings
 from jurybox.protocol.segment import directory
 from jurybox.studies.hockey import HockeyGame, make_opponent
 from jurybox.studies.hockey import report as hockey_report
-from jurybox.studies.hockey.actor import Collector, evaluate, fields, name_of, number_of, shaped
-from jurybox.studies.hockey.learner import HockeyLearner
-from jurybox.studies.hockey.opponents import Pool
+from jurybox.studies.hockey.actor import Collector, evaluate, fields, shaped
+from jurybox.studies.hockey.algorithm import algorithm_of
+from jurybox.studies.hockey.curriculum import Opponents, name_of, number_of
+from jurybox.studies.hockey.game import MIRROR_OBSERVATION
+from jurybox.studies.hockey.opponents import Pool, actor_of
 from jurybox.studies.hockey.settings import LEAVING, HockeyTraining, Shaping
 from jurybox.studies.hockey.train import plan, train
-from jurybox.training.algorithms.td3 import TD3Learner
-from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.algorithms.base import AlgorithmUnusable, Update
+from jurybox.training.algorithms.registry import make
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state, write_state
 from jurybox.training.replay import Episodes, Replay, Windows
 from jurybox.training.replay.part import ANCHOR_MARK
-from jurybox.training.runtime.plan import ConfigError, End, Outcome
+from jurybox.training.runtime.plan import ConfigError, End, Outcome, load
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import changes_of
@@ -70,7 +72,9 @@ def test_a_resumed_serial_run_depends_on_its_checkpoint_alone(
     one, two = (Checkpoints(tmp_path / name / "checkpoints").existing() for name in ("one", "two"))
     for role in ("learner", "actor-0", "actor-1"):
         same(one.state(role), two.state(role), role)
-    assert one.state("actor-1")["begun"] > left["begun"] > 2 and one.state("learner")["league"]["pool"], "one joined it"
+    assert one.state("actor-1")["begun"] > left["begun"] > 2 and one.state("learner")["curriculum"]["league"]["pool"], (
+        "one joined it"
+    )
     assert (one.folder / "weights-policy.state").read_bytes() == (two.folder / "weights-policy.state").read_bytes()
 
 
@@ -121,8 +125,8 @@ class Still:
     def player(self, name):
         return make_opponent(name.removeprefix("anchor:"))
 
-    def odds(self):
-        return self._odds
+    def curriculum(self):
+        return {"odds": self._odds}
 
 
 def played(replay, s, games, steps, **more):
@@ -206,7 +210,8 @@ def test_without_a_limit_ahead_neither_side_waits_and_the_age_of_policies_is_bou
         ("sync_interval", "is called weight_sync_interval here"),
         ("envs_per_collector", "envs is the number of games over all workers"),
         ("dual_buffer", "anchor_size rows are kept"),
-        ("tau", "it is learner.tau here"),
+        ("learner", "its settings have no prefix here"),
+        ("net_arch", "is called hidden here"),
     ],
 )
 def test_names_of_other_programs_are_answered_with_ours(name: str, told: str) -> None:
@@ -300,12 +305,18 @@ def test_an_evaluation_plays_the_same_games_each_time() -> None:
     assert one != evaluate([HockeyGame()], policy, "weak", 6, seed=1)
 
 
+def weights_of(s):
+    """Weights that a learner publishes at first."""
+    made = make(**algorithm_of(s, (18, 4)))
+    return {name: tensor.numpy() for name, tensor in made.seeded(made.network, 0).state_dict(keep_vars=False).items()}
+
+
 def test_a_pool_member_plays_as_before_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    state = {name: value.numpy() for name, value in TD3Learner(18, 4).acting().state_dict().items()}
-    Pool(tmp_path).keep("pool:17", NumpyActor(state))
+    state = weights_of(HockeyTraining())
+    Pool(tmp_path).keep("pool:17", state)
     row = np.random.default_rng(0).normal(size=(1, 18)).astype(np.float32)
     elsewhere = Pool(tmp_path)
-    np.testing.assert_array_equal(elsewhere.actor("pool:17")(row), NumpyActor(state)(row))
+    np.testing.assert_array_equal(elsewhere.actor("pool:17")(row), actor_of(state)(row))
     assert elsewhere.names() == ["pool:17"]
     for name in ("pool:123456", "pool:../x", "nobody"):
         with pytest.raises(KeyError, match="nobody plays"):
@@ -320,12 +331,14 @@ def test_opponents_have_numbers_and_names() -> None:
 
 def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
     config = tmp_path / "hockey.toml"
-    config.write_text("batch_size = 32\nworkers = 3\n[learner]\ntau = 0.01\nactor_learning_rate = 0.1\n")
+    config.write_text("batch_size = 32\nworkers = 3\ntau = 0.01\nlearning_rate = 0.1\n[league]\npool = 4\n")
     s = HockeyTraining.read(
-        config, changes_of(["learner.actor_learning_rate = 0.2", "noise = [0.1, 0.3]"], {"workers": 2, "seed": None})
+        config,
+        changes_of(["learning_rate = 0.2", "noise = [0.1, 0.3]", "league.decay = 0.9"], {"workers": 2, "seed": None}),
     )
     assert (s.batch_size, s.workers, s.noise) == (32, 2, (0.1, 0.3))
-    assert (s.learner.tau, s.learner.actor_learning_rate, s.learner.policy_delay) == (0.01, 0.2, 2)
+    assert (s.tau, s.learning_rate, s.policy_delay) == (0.01, 0.2, 2)
+    assert (s.league.pool, s.league.decay) == (4, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +346,7 @@ def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
     [
         (["batches = 3"], "batches"),
         (["batch_size = 0"], "batch_size"),
-        (["learner.taus = 1"], "taus"),
+        (["league.pools = 1"], "pools"),
         (["batch_size"], "NAME=VALUE"),
     ],
 )
@@ -343,10 +356,10 @@ def test_a_wrong_setting_is_named(changes, message) -> None:
 
 
 def test_one_setting_of_a_part_leaves_the_others_as_the_training_has_them() -> None:
-    s, usual = HockeyTraining.read(None, changes_of(["league.pool = 3", "learner.tau = 0.01"], {})), HockeyTraining()
+    s, usual = HockeyTraining.read(None, changes_of(["league.pool = 3", "shaping.touch = 0.5"], {})), HockeyTraining()
     assert usual.league.anchor_share == 0.75, "the training's own default, not the league's"
     assert s.league == dataclasses.replace(usual.league, pool=3)
-    assert s.learner == dataclasses.replace(usual.learner, tau=0.01)
+    assert s.shaping == dataclasses.replace(usual.shaping, touch=0.5)
     assert HockeyTraining(**s.model_dump(mode="json")) == s
 
 
@@ -358,7 +371,7 @@ def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path) -> None:
     s = settings(steps=4000, snapshot_every=1, train_freq=2, league={"pool": 2, "least_games": 2, "anchor_share": 0.9})
     run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
-    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
+    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")["curriculum"]
     versions = [int(path.stem) for path in sorted((tmp_path / "pool").glob("*.weights"))]
     assert versions[-1] // 50 > 20, "more have joined than may stay"
     assert len(versions) <= 2 + LEAVING
@@ -369,7 +382,7 @@ def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path)
 def test_a_resumed_run_has_the_past_selves_of_its_checkpoint_and_no_others(tmp_path: Path) -> None:
     s = {"snapshot_every": 2, "train_freq": 2}
     run(plan(settings(**s, steps=2000), tmp_path), tmp_path, Nothing(), serial=True)
-    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")
+    state = Checkpoints(tmp_path / "checkpoints").latest().state("learner")["curriculum"]
     folder = tmp_path / "pool"
     for path in folder.iterdir():
         path.unlink()
@@ -392,6 +405,8 @@ class Served:
     def keep(self, name: str, state) -> None:
         self.kept[name] = state
 
+    def close(self) -> None: ...
+
 
 @contextmanager
 def hockey_learner(folder: Path, state=None, life=1, first=lambda shared: None, **changes):
@@ -401,9 +416,9 @@ def hockey_learner(folder: Path, state=None, life=1, first=lambda shared: None, 
     with SharedResources.create(planned) as shared:
         first(shared)
         context = RoleContext(planned, number, shared, lambda message: None, life=life)
-        learner = HockeyLearner(context, **planned.roles[number].settings)
+        learner = load(planned.roles[number].make)(context, **planned.roles[number].settings)
         try:
-            learner._served = Served()
+            learner.curriculum.served = Served()
             if state is not None:
                 learner.restore(state)
             yield learner
@@ -415,70 +430,91 @@ def hockey_learner(folder: Path, state=None, life=1, first=lambda shared: None, 
 def test_a_learner_takes_the_past_selves_of_its_checkpoint_whose_files_are_gone(tmp_path: Path, life: int) -> None:
     with hockey_learner(tmp_path) as learner:
         for version in (10, 20):
-            name, _ = learner.league.add(version)
-            learner._pool.keep(name, learner.learner.numpy_actor())
+            name, _ = learner.curriculum.league.add(version)
+            learner.curriculum.pool.keep(name, learner.weights())
         write_state(tmp_path / "learner.state", learner.save())
         # Both left the league after the checkpoint.
-        learner._pool.keep("pool:30", learner.learner.numpy_actor())
-        learner._pool.retain(["pool:30"])
+        learner.curriculum.pool.keep("pool:30", learner.weights())
+        learner.curriculum.pool.retain(["pool:30"])
     state = read_state(tmp_path / "learner.state")
     with hockey_learner(tmp_path, state, life) as learner:
-        assert list(learner._served.kept) == ["pool:10", "pool:20"]
-        same(dict(learner._served.kept["pool:10"]), state["past"]["pool:10"])
-        same(learner.save()["past"], state["past"])  # of their files, which collectors read, too
-        assert ("pool:30" in learner._pool.names()) == (life == 2), "other collectors may play against it"
+        served, past = learner.curriculum.served.kept, state["curriculum"]["past"]
+        assert list(served) == ["pool:10", "pool:20"]
+        same(dict(served["pool:10"]), past["pool:10"])
+        same(learner.save()["curriculum"]["past"], past)  # of their files, which collectors read, too
+        assert ("pool:30" in learner.curriculum.pool.names()) == (life == 2), "other collectors may play against it"
 
 
 def test_a_resumed_learner_counts_the_results_that_collectors_added_before_it_was_ready(tmp_path: Path) -> None:
     def played(shared, games=3) -> None:
         results = shared.replay("results")
         for _ in range(games):
-            results.add(opponent=-1, winner=1)  # the first anchor
+            results.add(label=-1, winner=1)  # the first anchor
 
     def resumed(shared) -> None:
         shared.replay("results").restore(tmp_path / "results")
         played(shared, 4)
 
     with hockey_learner(tmp_path) as learner:
-        anchor = learner.league.anchors[0]
+        anchor = learner.curriculum.league.anchors[0]
         played(learner.context.shared)
         state = learner.save()
-        assert learner.league.games(anchor) == 0, "counted at the next step, as without a checkpoint"
+        assert learner.curriculum.league.games(anchor) == 0, "counted at the next step, as without a checkpoint"
         learner.context.shared.replay("results").save(tmp_path / "results")
     with hockey_learner(tmp_path, state, first=resumed) as learner:
-        learner._take_results()
-        assert learner.league.games(anchor) == pytest.approx(7, rel=0.1)
+        learner.follow_curriculum()
+        assert learner.curriculum.league.games(anchor) == pytest.approx(7, rel=0.1)
 
 
-def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(tmp_path: Path, monkeypatch) -> None:
-    done = []
+def test_what_a_learner_gives_a_snapshot_stays_as_it_was(tmp_path: Path) -> None:
+    with hockey_learner(tmp_path) as learner:
+        before = learner.weights()
+        kept = {name: value.copy() for name, value in before.items()}
+        with torch.no_grad():
+            for parameter in learner.algorithm.acting.parameters():
+                parameter.add_(1)
+        same(before, kept)
+        assert not np.array_equal(learner.weights()["layers.0.weight"], kept["layers.0.weight"])
 
-    class Event:
-        def record(self, stream) -> None:
-            done.append("recorded")
 
-        def synchronize(self) -> None:
-            done.append("waited")
+def test_a_killed_learners_successor_goes_on_with_the_published_league(tmp_path: Path) -> None:
+    with hockey_learner(tmp_path) as learner:
+        learner.curriculum.league.add(40)
+        learner.curriculum.record({"label": np.array([-1, 40, 40]), "winner": np.array([1, -1, 0])})
+        published = json.loads(json.dumps(learner.publication()[1]))
+        expected = learner.curriculum.published()
+    with hockey_learner(tmp_path, life=2) as learner:
+        learner.curriculum.load_published(published["curriculum"])
+        assert learner.curriculum.published() == expected
+    rng = np.random.default_rng(0)
+    drawn = [Opponents.draw(published["curriculum"], rng) for _ in range(200)]
+    assert {(task.players["opponent"], task.label, task.anchor) for task in drawn} == {
+        ("anchor:weak", -1, True), ("anchor:strong", -2, True), ("pool:40", 40, False)
+    }  # fmt: skip
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    with hockey_learner(tmp_path, prioritized=False) as learner:
-        monkeypatch.setattr(learner._on_device, "_copied", Event())
-        monkeypatch.setattr(learner, "_update_league", lambda: None)
-        monkeypatch.setattr(learner._replay, "sample", lambda *_, **__: done.append("filled"))
-        update = SimpleNamespace(metrics={})
-        monkeypatch.setattr(learner.learner, "update", lambda *_: done.append("learned") or update)
-        for _ in range(2):
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_batches_have_weights_and_are_mirrored_and_an_algorithm_without_priorities_is_refused(
+    tmp_path: Path, mirror: bool
+) -> None:
+    with hockey_learner(tmp_path, mirror=mirror) as learner:
+        stream = learner.replay.stream()
+        for _ in range(40):
+            stream.add(observation=np.ones(18), action=np.ones(4), reward=0.0, terminated=False)
+        seen = []
+        learner.algorithm.update = lambda batch, progress: seen.append(batch) or Update({})
+        with pytest.raises(AlgorithmUnusable, match="returned no priorities"):
             learner.step()
-    assert done == 2 * ["waited", "filled", "recorded", "learned"]
+        assert seen[0]["weights"].shape == (16,), "it could have used them"
+        assert (seen[0]["observation"][1::2] == 1).all()
+        np.testing.assert_array_equal(seen[0]["observation"][0], MIRROR_OBSERVATION if mirror else np.ones(18))
 
 
 def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Path) -> None:
-    state = {
-        name: tensor.numpy() for name, tensor in TD3Learner(18, 4, settings().learner).acting().state_dict().items()
-    }
+    state = weights_of(settings())
     pool = Pool(tmp_path, most=2)
     for version in range(5):
-        pool.keep(f"pool:{version}", NumpyActor(state))
+        pool.keep(f"pool:{version}", state)
         pool.actor(f"pool:{version}")
     assert list(pool._actors) == ["pool:3", "pool:4"]
     pool.actor("pool:0")
@@ -486,8 +522,8 @@ def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Pat
 
 
 def test_a_gpus_utilization_is_logged_and_a_cpus_or_an_unknown_one_is_not(monkeypatch):
-    from jurybox.studies.hockey.learner import device_utilization
     from jurybox.studies.hockey.train import columns
+    from jurybox.training.roles.off_policy import device_utilization
 
     monkeypatch.setattr("torch.cuda.utilization", lambda device: 73)
     assert device_utilization("cuda:0") == {"device_utilization": 73.0} and device_utilization("cpu") == {}

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.studies.hockey.bots import Opponent, make_opponent
+from jurybox.studies.hockey.curriculum import Opponents
 from jurybox.studies.hockey.game import GOAL_REWARD, Game, Turn
-from jurybox.studies.hockey.league import League, draw
 from jurybox.studies.hockey.matches import Match, Policy, Result, Table, play
 from jurybox.studies.hockey.opponents import LocalPolicies, Pool, PublishedActor
 from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.served import ServedPolicies, Serving
 from jurybox.studies.hockey.settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping
-from jurybox.training.algorithms.td3_actor import coloured_noise
+from jurybox.training.algorithms.acting import coloured_noise
 from jurybox.training.contract import number
 from jurybox.training.replay import Field, Replay, Streams
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
@@ -66,7 +66,7 @@ def standing(
 ) -> Standing:
     """Play `n` games, each against an opponent that `make` returns. The puck starts on the two sides in turn."""
     chances = [int(np.random.default_rng((*seed, number)).integers(2**31)) for number in range(n)]
-    matches = [Match(chance, number % 2, "", make()) for number, chance in enumerate(chances)]
+    matches = [Match(chance, number % 2, make()) for number, chance in enumerate(chances)]
     return Standing.of(play(games, matches, policy))
 
 
@@ -86,8 +86,8 @@ class Policies(Protocol):
     def player(self, name: str) -> Opponent:
         """Create a player for one match. Raises KeyError for an unknown name."""
 
-    def odds(self) -> Mapping[str, float]:
-        """Return the probability of each opponent."""
+    def curriculum(self) -> Mapping[str, Any]:
+        """Return the published curriculum, which the next matches are drawn from."""
 
 
 def fields(observation_size: int, action_size: int) -> dict[str, Field]:
@@ -198,11 +198,12 @@ class Collector:
         """Choose the next match of game `slot`."""
         rng = np.random.default_rng((self._settings.seed, self._number, self.begun))
         self.begun += 1
-        name = draw(self._policies.odds(), rng)
+        task = Opponents.draw(self._policies.curriculum(), rng)
+        name = task.players["opponent"]
         actions = self._table.games[slot].action_size
         drawn = coloured_noise(rng, LONGEST, actions, self._settings.noise_colour)
         drawn *= 1.0 if warm else np.float32(self.noise[slot])
-        return Match(int(rng.integers(2**31)), int(rng.integers(2)), name, self._policies.player(name), drawn)
+        return Match(int(rng.integers(2**31)), int(rng.integers(2)), self._policies.player(name), task, drawn)
 
     def _streams_for(self, slot: int, *, warm: bool) -> list[Streams]:
         """Return the streams for the rows of the match that begins in game `slot`."""
@@ -210,8 +211,7 @@ class Collector:
         # A game that fills this part is cut off there: its last rows have no successors, so no window goes past them.
         if kept is None or warm or kept.ring.size >= kept.capacity:
             return self._streams[slot]
-        by_anchor = self._table.matches[slot].opponent.startswith("anchor:")
-        return self._kept_streams[slot] if by_anchor else self._streams[slot]
+        return (self._kept_streams if self._table.matches[slot].task.anchor else self._streams)[slot]
 
     def _write(self, slot: int, before: Rows, actions: Rows, turn: Turn) -> None:
         for player, stream in enumerate(self._writes[slot]):
@@ -226,16 +226,6 @@ class Collector:
 
 
 _CARRIED = 10.0  # seconds to wait for the file of a past self from the learner's machine
-
-
-def number_of(opponent: str, anchors: tuple[str, ...]) -> int:
-    """Return the number that encodes an opponent's name in a row: -1, -2, ... for anchors, the version for the pool."""
-    return -1 - anchors.index(opponent) if opponent in anchors else int(opponent.removeprefix("pool:"))
-
-
-def name_of(number: int, anchors: tuple[str, ...]) -> str:
-    """Return the name for a number; the inverse of `number_of`."""
-    return anchors[-1 - number] if number < 0 else f"pool:{number}"
 
 
 class HockeyActor(Actor):
@@ -257,7 +247,6 @@ class HockeyActor(Actor):
     ) -> None:
         super().__init__(context)
         self._settings = s = HockeyTraining(**settings)
-        self._anchors = League(s.league).anchors
         self._results = context.replay(RESULTS)
         with ExitStack() as undo:
             games = [make_game(s.environment, s.mode) for _ in range(s.envs_per_worker)]
@@ -291,7 +280,7 @@ class HockeyActor(Actor):
         made, results = self.collector.step(warm=self.context.env_steps < self._settings.learning_starts)
         self.context.words[Word.FORCED] += self._held_back() - held_back
         for result in results:
-            self._results.add(opponent=number_of(result.opponent, self._anchors), winner=result.winner)
+            self._results.add(label=result.label, winner=result.winner)
             self.context.episode(
                 total=result.score,
                 length=result.steps,

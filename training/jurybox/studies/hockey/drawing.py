@@ -190,5 +190,5 @@ def film(
             frames.extend([frames[-1]] * (_GOAL_FRAMES // every))
 
     chances = [int(np.random.default_rng((seed, number)).integers(2**31)) for number in range(games)]
-    play([game], [Match(chance, number % 2, "", opponent) for number, chance in enumerate(chances)], policy, watch)
+    play([game], [Match(chance, number % 2, opponent) for number, chance in enumerate(chances)], policy, watch)
     return frames

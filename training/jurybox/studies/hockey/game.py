@@ -235,8 +235,3 @@ class HockeyGame:
 MIRROR_OBSERVATION = np.array([1, -1, -1, 1, -1, -1] * 2 + [1, -1, 1, -1, 1, 1], np.float32)
 # Force in y and torque.
 MIRROR_ACTION = np.array([1, -1, -1, 1], np.float32)
-
-
-def mirrors(observation_size: int, action_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return factors that mirror observations and actions, also for the sizes without holding the puck."""
-    return MIRROR_OBSERVATION[:observation_size], MIRROR_ACTION[:action_size]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from jurybox.studies.hockey.bots import Opponent
 from jurybox.studies.hockey.game import Game, Turn
 from jurybox.training.contract import check_finite
+from jurybox.training.roles.curriculum import Task
 
 Policy = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 
@@ -22,15 +23,15 @@ class Match:
     Attributes:
         seed: of the game and of the opponent's random numbers.
         first: the player on whose side the puck begins.
-        opponent: name.
-        player: the player of that name.
+        player: the opponent.
+        task: how its result is marked.
         noise: (steps, action) added to the learner's actions, or None.
     """
 
     seed: int
     first: int
-    opponent: str
     player: Opponent
+    task: Task = field(default_factory=Task)
     noise: npt.NDArray[np.float32] | None = None
 
 
@@ -39,14 +40,14 @@ class Result:
     """The result of a match, from the learner's side.
 
     Attributes:
-        opponent: name.
+        label: the task's.
         winner: 1 won, 0 tied, -1 lost.
         steps: of the game.
         score: sum of the environment's own rewards.
         touches: how often the learner caught the puck.
     """
 
-    opponent: str
+    label: int
     winner: int
     steps: int
     score: float
@@ -111,7 +112,7 @@ class Table:
             if turn.terminated or turn.truncated:
                 del self.matches[slot]
                 steps, score, touches = self._steps[slot], self._scores[slot], self._touches[slot]
-                over.append((slot, Result(match.opponent, info["winner"], steps, score, touches)))
+                over.append((slot, Result(match.task.label, info["winner"], steps, score, touches)))
         return over
 
 

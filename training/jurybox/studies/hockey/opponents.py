@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.studies.hockey.bots import Opponent, make_opponent
-from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.checkpoints import read_state, write_state
 
 Rows = npt.NDArray[np.float32]
+CLIP = 5.0  # deviations; bound of normalised observations
+
+
+def actor_of(state: Mapping[str, Any]) -> NumpyActor:
+    """Return the policy with these weights."""
+    return NumpyActor(state, clip=CLIP)
 
 
 class PublishedActor:
@@ -23,13 +30,13 @@ class PublishedActor:
     Attributes:
         version: version of the weights; 0 before the first publication.
         actor: the actor; None before the first publication.
-        odds: probabilities of the next opponent, from the learner's league at that publication.
+        curriculum: what the learner's `Opponents` published then.
     """
 
     def __init__(self, reader: WeightsReader) -> None:
         self.version = 0
         self.actor: NumpyActor | None = None
-        self.odds: dict[str, float] = {}
+        self.curriculum: dict[str, Any] = {}
         self._reader = reader
         self._spare, self._state = reader.buffers(), reader.buffers()
 
@@ -39,8 +46,8 @@ class PublishedActor:
             return False
         state, self.version, extra = self._reader.read(out=self._spare, timeout=timeout)
         self._spare, self._state = self._state, state
-        self.actor = NumpyActor(state)
-        self.odds = extra["odds"]
+        self.actor = actor_of(state)
+        self.curriculum = extra["curriculum"]
         return True
 
     def __call__(self, rows: Rows) -> Rows:
@@ -64,10 +71,10 @@ class Pool:
         self._folder, self._timeout, self._most = folder, timeout, max(1, most)
         self._actors: dict[str, NumpyActor] = {}  # the most recently used is last
 
-    def keep(self, name: str, actor: NumpyActor) -> None:
-        """Store `actor` under `name` ("pool:17")."""
+    def keep(self, name: str, state: Mapping[str, Any]) -> None:
+        """Store weights under `name` ("pool:17")."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_state(self._path(name), {"state": actor.state})
+        write_state(self._path(name), {"state": dict(state)})
 
     def names(self) -> list[str]:
         """Return all names, oldest first."""
@@ -91,7 +98,7 @@ class Pool:
                 time.sleep(0.01)
             if not path.exists():
                 raise KeyError(f"nobody plays as {name!r}: expected anchor:NAME or one of {', '.join(self.names())}")
-            self._actors[name] = NumpyActor(read_state(path)["state"])
+            self._actors[name] = actor_of(read_state(path)["state"])
         actor = self._actors[name] = self._actors.pop(name)
         if len(self._actors) > self._most:
             del self._actors[next(iter(self._actors))]
@@ -138,5 +145,5 @@ class LocalPolicies:
             return make_opponent(which, action_size=self._action_size)
         return PastSelf(self._pool.actor(name))
 
-    def odds(self) -> Mapping[str, float]:
-        return self._published.odds
+    def curriculum(self) -> Mapping[str, Any]:
+        return self._published.curriculum

@@ -11,11 +11,11 @@ import numpy as np
 from jurybox.studies.hockey.actor import Standing, standing
 from jurybox.studies.hockey.bots import BOTS, Opponent, make_opponent
 from jurybox.studies.hockey.drawing import film
-from jurybox.studies.hockey.opponents import PastSelf, Pool
+from jurybox.studies.hockey.opponents import PastSelf, Pool, actor_of
 from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.rink import FPS
 from jurybox.studies.hockey.settings import HockeyTraining
-from jurybox.training.algorithms.td3_actor import NumpyActor
+from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.checkpoints import read_state
 from jurybox.training.film import save_film
 from jurybox.training.report import charts, page
@@ -86,7 +86,7 @@ def learned(folder: Path) -> NumpyActor | None:
     found = [checkpoints / "best", *sorted(checkpoints.glob("step-*"), reverse=True)]
     paths = (checkpoint / "weights-policy.state" for checkpoint in found)
     path = next((path for path in paths if path.exists()), None)
-    return None if path is None else NumpyActor(read_state(path)["state"])
+    return None if path is None else actor_of(read_state(path)["state"])
 
 
 def win_matrix(

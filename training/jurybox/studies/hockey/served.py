@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from jurybox.client import Error, ModelNotFound, Refused, Reply, Server, ServerGone, Ticket, Timeout, connect
 from jurybox.cluster.endpoints import REGISTRY, EngineSpec, Feeds, find, reach
+from jurybox.studies.hockey.algorithm import FACTORY, network_of
 from jurybox.studies.hockey.bots import Opponent
 from jurybox.studies.hockey.opponents import LocalPolicies, Pool
 from jurybox.studies.hockey.settings import CHANNEL, POOL, HockeyTraining
@@ -25,7 +26,6 @@ _log = logging.getLogger("jurybox.hockey")
 # Two models, because a server keeps the last versions of each. The first gets several new versions a second, and the
 # versions of the second have to stay.
 MODEL, POOL_MODEL, ENGINE = "policy/hockey", "policy/hockey-pool", "hockey"
-_FACTORY = "jurybox.training.algorithms.served_networks:hockey_policy"
 _ANSWER = 10.0  # time-out of a request, seconds
 _FOUND = 90.0  # seconds to wait for an engine that moves to another machine: its server has to import torch
 _POLL_SECONDS = 0.005  # seconds between two requests for a newer version
@@ -42,8 +42,8 @@ def models(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, dict[s
         sizes: sizes of an observation and of an action.
     """
     made = {
-        "factory": _FACTORY,
-        "args": {"observation": sizes[0], "action": sizes[1], "hidden": list(settings.learner.hidden_actor)},
+        "factory": FACTORY,
+        "args": network_of(settings, sizes),
         "publish": "double_buffer",
         "max_batch": settings.workers * settings.envs_per_worker,
     }
@@ -62,7 +62,7 @@ def engine_of(settings: HockeyTraining, sizes: tuple[int, int]) -> EngineSpec:
 
 
 class PastSelves:
-    """The learner's connection to the model whose versions are the past selves. Use it in a ``with`` statement.
+    """The learner's connection to the model whose versions are the past selves. Close it, or use it in a ``with``.
 
     Args:
         address: address of the server.
@@ -89,11 +89,15 @@ class PastSelves:
         while time.monotonic() < until and self._model.infer_reply(self._row, timeout=_ANSWER).version < version:
             time.sleep(_POLL_SECONDS)
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._resources.close()
+
     def __enter__(self) -> PastSelves:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._resources.close()
+        self.close()
 
 
 class ServedPast:
@@ -164,7 +168,7 @@ class ServedPolicies:
     Args:
         where: the server.
         rows: number of the collector's games.
-        local: provides the anchors and the league's odds.
+        local: provides the anchors and the published curriculum.
         pool: provides past selves that the server does not have.
         max_lag: maximum number of publications that answers may be behind; older answers are requested again. None:
             no limit.
@@ -209,8 +213,8 @@ class ServedPolicies:
         kind, _, version = name.partition(":")
         return ServedPast(int(version)) if kind == "pool" else self._local.player(name)
 
-    def odds(self) -> Mapping[str, float]:
-        return self._local.odds()
+    def curriculum(self) -> Mapping[str, Any]:
+        return self._local.curriculum()
 
     def __enter__(self) -> ServedPolicies:
         return self

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jurybox.studies.hockey.league import LeagueSettings
-from jurybox.training.algorithms.td3_actor import TD3Settings
 from jurybox.training.runtime.plan import Pace
 from jurybox.training.runtime.settings import ServedSettings
 
@@ -44,13 +43,11 @@ class HockeyTraining(ServedSettings):
         "envs_per_worker": "envs is the number of games over all workers",
         "envs_per_collector": "envs is the number of games over all workers",
         "num_envs_per_worker": "envs is the number of games over all workers",
-        "tau": "it is learner.tau here",
-        "policy_delay": "it is learner.policy_delay here",
-        "actor_lr": "it is learner.actor_learning_rate here",
-        "critic_lr": "it is learner.critic_learning_rate here",
+        "learner": "its settings have no prefix here: hidden, learning_rate, critic_learning_rate, tau ...",
+        "actor_lr": "it is learning_rate here",
+        "actor_learning_rate": "it is learning_rate here",
+        "critic_lr": "it is critic_learning_rate here",
         "pool_size": "it is league.pool here",
-        "hidden": "it is learner.hidden_actor and learner.hidden_critic here",
-        "net_arch": "it is learner.hidden_actor and learner.hidden_critic here",
     }
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
@@ -117,7 +114,23 @@ class HockeyTraining(ServedSettings):
         0, ge=0, description="GPUs that --launcher ray reserves for the engine of a served policy."
     )
 
-    learner: TD3Settings = TD3Settings()
+    # Of TD3, see its settings.
+    hidden: tuple[int, ...] = Field(
+        (128, 128), min_length=1, description="Sizes of the hidden layers of every network."
+    )
+    learning_rate: float = Field(5e-4, gt=0, description="Learning rate of Adam, of the policy.")
+    critic_learning_rate: float = Field(1e-3, gt=0, description="The same of the critics.")
+    tau: float = Field(0.005, gt=0, le=1, description="Coefficient of the soft update of target networks.")
+    policy_delay: int = Field(2, ge=1, description="Critic steps per actor step.")
+    target_policy_noise: float = Field(0.2, ge=0, description="Standard deviation of the noise on target actions.")
+    target_noise_clip: float = Field(0.5, ge=0, description="Bound of that noise.")
+    pre_tanh_penalty: float = Field(
+        0.001,
+        ge=0,
+        description="Weight of the squared input, beyond 1, of the policy's last tanh: actions at their bounds "
+        "have no gradient. 0 is plain TD3.",
+    )
+    reward_scale: float = Field(0.1, gt=0, description="Rewards are multiplied by it.")
     league: LeagueSettings = LeagueSettings(anchor_share=0.75)
     shaping: Shaping = Shaping()
     snapshot_every: int = Field(2000, ge=1, description="Episodes between two snapshots for the pool.")

@@ -12,13 +12,16 @@ from threadpoolctl import threadpool_limits
 from jurybox.cluster.endpoints import REGISTRY, Serves
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.studies.hockey.actor import fields
+from jurybox.studies.hockey.algorithm import FACTORY, algorithm_of, network_of
+from jurybox.studies.hockey.curriculum import Opponents
 from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.report import report
 from jurybox.studies.hockey.served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
 from jurybox.studies.hockey.settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
-from jurybox.training.algorithms.td3 import TD3Learner
+from jurybox.training.algorithms.registry import make
 from jurybox.training.policies import Acts, Description
-from jurybox.training.replay import Episodes, Field
+from jurybox.training.replay import Episodes
+from jurybox.training.roles.curriculum import columns as result_columns
 from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import (
     Budget,
@@ -37,7 +40,7 @@ from jurybox.training.trainings.recorded_run import RecordingOptions, recorded_r
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 _ACTOR = "jurybox.studies.hockey.actor"
-_LEARNER = "jurybox.studies.hockey.learner"
+_LEARNER = "jurybox.training.roles.off_policy:OffPolicyLearner"
 _RESULTS_KEPT = 8192
 _EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
 
@@ -72,7 +75,15 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
     options: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
     past = None if served is None else served.names[POOL_MODEL]
     folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
-    layout = WeightsLayout.of(TD3Learner(*sizes, settings.learner).acting().state_dict())
+    algorithm = algorithm_of(settings, sizes)
+    layout = WeightsLayout.of(make(**algorithm).network().state_dict())
+    opponents = {
+        "make": "jurybox.studies.hockey.curriculum:Opponents",
+        "league": options["settings"]["league"],
+        "snapshot_every": settings.snapshot_every,
+        "past": past,
+        "observation": sizes[0],
+    }
     return Plan(
         roles=(
             *(
@@ -89,8 +100,20 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
-                f"{_LEARNER}:HockeyLearner",
-                {**options, "past": past, "sizes": sizes},
+                _LEARNER,
+                {
+                    "replay": ROWS,
+                    "algorithm": algorithm,
+                    "envs": settings.workers * settings.envs_per_worker,
+                    "device": settings.device,
+                    "first": settings.unsampled + 1,  # the newest rows of each game have no successor yet
+                    "beta": settings.beta,
+                    "anchor_ratio": settings.anchor_ratio,
+                    "anchor_first": settings.least_kept,
+                    "augment": "jurybox.studies.hockey.td3:mirrored" if settings.mirror else None,
+                    "curriculum": opponents,
+                    "results": RESULTS,
+                },
                 samples=(ROWS, RESULTS),
                 publishes=CHANNEL,
                 publish_every=settings.publish_interval,
@@ -116,7 +139,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                 alpha=settings.alpha,
                 anchor=settings.anchor_size,
             ),
-            ReplaySpec(RESULTS, _RESULTS_KEPT, {"opponent": Field((), "int64"), "winner": Field((), "int32")}),
+            ReplaySpec(RESULTS, _RESULTS_KEPT, result_columns(Opponents)),
         ),
         channels=(ChannelSpec(CHANNEL, layout),),
         pace=settings.pace,
@@ -140,10 +163,10 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
 
 def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description:
     """Return the description of the published policy. By default it plays against the weak bot."""
-    observation, action = sizes
+    action = sizes[1]
     acts = Acts(
-        "jurybox.training.algorithms.served_networks:hockey_policy",
-        {"observation": observation, "action": action, "hidden": list(settings.learner.hidden_actor)},
+        FACTORY,
+        network_of(settings, sizes),
         f"weights-{CHANNEL}.state",
         output="action",
         choose="box",

@@ -42,8 +42,8 @@ else:
     torch_states = _AtFirstUse("jurybox.training.algorithms.torch_states")
 
 __all__ = [
-    "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "LearnerAlgorithm", "OffPolicySettings", "OnPolicySettings",
-    "Progress", "Rollout", "Update",
+    "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "OffPolicySettings", "OnPolicySettings", "Progress",
+    "Rollout", "Update", "weighed",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -79,6 +79,12 @@ class Update(NamedTuple):
 
     metrics: Mapping[str, torch.Tensor | float]
     priorities: torch.Tensor | None = None
+
+
+def weighed(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Losses (..., n) of a batch's rows times their importance weights, if it has any."""
+    weights = batch.get("weights")
+    return losses if weights is None else losses * weights
 
 
 @dataclass(slots=True)
@@ -301,7 +307,8 @@ class Algorithm(ABC):
         Args:
             batch: a `Batch`, or a `Rollout` if it is `on_policy`. A batch has, on the device: "observation" and
                 "next_observation", rows as `encoder` takes them; "action", int64 (n,) or float32 (n, size) in [-1, 1];
-                "reward" (n,), sums of n steps; "discount" (n,), the factor of what follows, 0 after a termination.
+                "reward" (n,), sums of n steps; "discount" (n,), the factor of what follows, 0 after a termination; and
+                from a prioritized replay "weights" (n,), see `weighed`: then the update has to return priorities.
         """
 
     def values(self, observation: Array) -> Floats:
@@ -336,6 +343,7 @@ class Algorithm(ABC):
             spec.numbers,
             spec.pictures,
             normalise=spec.normalize,
+            clip=spec.clip,
             orthogonal=orthogonal,
             inputs=spec.inputs,
             raw=self.raw,
@@ -357,36 +365,16 @@ class Algorithm(ABC):
         """Create two critics of observations and actions (n, size), of the hidden layers that are set."""
         return networks.SeeingCritic(self.encoder(), self.spec.action.size, self.settings.hidden)
 
-    def anneal(self, learning_rate: float | str, progress: Progress) -> None:
-        """Set the learning rate of all optimisers among `parts`, if it is a schedule. Call it before an update."""
+    def anneal(self, learning_rate: float | str, progress: Progress, *optimisers: torch.optim.Optimizer) -> None:
+        """Set the learning rate of these optimisers, or of all, if it is a schedule. Call it before an update."""
         if isinstance(learning_rate, str):
-            for part in self.parts().values():
-                if isinstance(part, torch.optim.Optimizer):
-                    for group in part.param_groups:
-                        group["lr"] = at(learning_rate, progress.remaining)
+            every = (part for part in self.parts().values() if isinstance(part, torch.optim.Optimizer))
+            for optimiser in optimisers or every:
+                for group in optimiser.param_groups:
+                    group["lr"] = at(learning_rate, progress.remaining)
 
     def seeded(self, make: Callable[[], torch.nn.Module], seed: int) -> Any:
         """Create a network with the weights of that seed; torch's own generator stays as it is."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return make()
-
-
-class LearnerAlgorithm(Algorithm):
-    """One whose update is that of an object of its own, `learner`, with `parts`, `state` and `restore`."""
-
-    learner: Any
-
-    def parts(self) -> Mapping[str, torch_states.Part]:
-        """Those of the learner."""
-        found: Mapping[str, torch_states.Part] = self.learner.parts
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the learner."""
-        found: dict[str, Any] = self.learner.state()
-        return found
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the learner."""
-        self.learner.restore(state)

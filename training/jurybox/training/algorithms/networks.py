@@ -7,7 +7,7 @@ that a policy server returns: values of actions, an action, or the parameters of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,14 +18,13 @@ from torch.nn import functional
 
 from jurybox.training.algorithms.heads import HALF_LOG_2_PI, chosen_log_prob, normal_log_prob
 from jurybox.training.algorithms.torch_states import perceptron
-from jurybox.training.spaces import Leaf
+from jurybox.training.spaces import CLIP, Leaf
 
 __all__ = [
-    "Actor", "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Policy", "QValues",
-    "QuantileValues", "SeeingCritic", "SquashedGaussianActor", "TwinCritic",
+    "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "QValues", "QuantileValues", "SeeingCritic",
+    "SquashedGaussianActor", "TwinCritic",
 ]  # fmt: skip
 
-CLIP = 10.0  # deviations; bound of normalised numbers
 _ALONE, _AMONG = 512, 256  # features of a picture: of the only part of an observation, and of one among others
 _LOG_STD = (-20.0, 2.0)  # bounds of the logarithm of a deviation (Haarnoja et al., 2018, in their own code)
 
@@ -41,7 +40,8 @@ class Features(nn.Module):
     Args:
         numbers: how many.
         pictures: (channels, height, width) of each, with sides of 36 or more.
-        normalise: numbers to mean 0 and deviation 1, within `CLIP`.
+        normalise: numbers to mean 0 and deviation 1.
+        clip: bound of normalised numbers, in deviations.
         orthogonal: begin with orthogonal weights, as PPO does.
         inputs: the named inputs whose numbers these are, see `spaces.Leaf`; left out: numbers that are not scaled.
         raw: whether it takes the inputs instead of rows, in their order. A policy that is served or exported does.
@@ -60,12 +60,13 @@ class Features(nn.Module):
         pictures: Sequence[Sequence[int]] = (),
         *,
         normalise: bool = False,
+        clip: float = CLIP,
         orthogonal: bool = False,
         inputs: Sequence[Leaf] = (),
         raw: bool = False,
     ) -> None:
         super().__init__()
-        self.numbers, self.normalise = numbers, normalise
+        self.numbers, self.normalise, self._clip = numbers, normalise, clip
         self._inputs, self._raw = tuple(inputs), raw
         units = [leaf.scale for leaf in self._inputs for _ in range(leaf.size)]
         self._scaled = any(unit != 1 for unit in units)
@@ -91,7 +92,7 @@ class Features(nn.Module):
         """Features, float32 (n, size), of rows or inputs."""
         numbers, pictures = self._of_inputs(seen) if self._raw else self._of_rows(*seen)
         if self.normalise:
-            numbers = [((each - self.mean) * self.scale).clamp(-CLIP, CLIP) for each in numbers]
+            numbers = [(each - self.mean).mul_(self.scale).clamp_(-self._clip, self._clip) for each in numbers]
         seen_pictures = [layers(each.float() / 255.0) for each, layers in zip(pictures, self.pictures, strict=True)]
         found = [*numbers, *seen_pictures]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -240,57 +241,6 @@ class SquashedGaussianActor(nn.Module):
         return self.mean(found), self.log_std(found).clamp(*_LOG_STD)
 
 
-class Actor(nn.Module):
-    """Normalised observation (n, observation) to action (n, action) in [-1, 1]; float32."""
-
-    def __init__(self, observation_size: int, action_size: int, hidden: Sequence[int] = (256, 256)) -> None:
-        super().__init__()
-        self.layers = perceptron(observation_size, hidden, action_size)
-        # Small initial actions: saturated tanh units would learn slowly.
-        with torch.no_grad():
-            last = self.layers[-1]
-            assert isinstance(last, nn.Linear)
-            last.weight.mul_(0.1)
-            last.bias.zero_()
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return torch.tanh(self.before_tanh(observation))
-
-    def before_tanh(self, observation: Tensor) -> Tensor:
-        out: Tensor = self.layers(observation)
-        return out
-
-
-class Policy(nn.Module):
-    """Raw observation (n, observation) to action (n, action): an actor and the statistics that it was trained with.
-
-    The statistics are buffers, so they are published, served and pinned with the weights that they belong to, and
-    change in the same moment.
-
-    Args:
-        actor: shared, not copied.
-        clip: bound of normalised observations.
-    """
-
-    observation_mean: Tensor
-    observation_scale: Tensor
-
-    def __init__(self, actor: Actor, observation_size: int, *, clip: float) -> None:
-        super().__init__()
-        self.actor = actor
-        self.clip = clip
-        self.register_buffer("observation_mean", torch.zeros(observation_size))
-        self.register_buffer("observation_scale", torch.ones(observation_size))
-
-    def normalised(self, observation: Tensor) -> Tensor:
-        x = torch.sub(observation, self.observation_mean)
-        return x.mul_(self.observation_scale).clamp_(-self.clip, self.clip)
-
-    def forward(self, observation: Tensor) -> Tensor:
-        out: Tensor = self.actor(self.normalised(observation))
-        return out
-
-
 class TwinLinear(nn.Module):
     """Two linear layers as one batched product: (2, n, in) -> (2, n, out)."""
 
@@ -301,11 +251,17 @@ class TwinLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias, x, self.weight)
+        return _affine(torch.baddbmm, x, self.weight, self.bias)
 
     def first(self, x: Tensor) -> Tensor:
         """The output of the first layer alone, (n, in) -> (n, out)."""
-        return torch.addmm(self.bias[0], x, self.weight[0])
+        return _affine(torch.addmm, x, self.weight[0], self.bias[0])
+
+
+def _affine(product: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if weight.shape[-1] > 1:
+        return product(bias, x, weight)
+    return (x * weight.transpose(-1, -2)).sum(-1, keepdim=True) + bias  # with its gradients, half a product's time
 
 
 class TwinCritic(nn.Module):
@@ -319,7 +275,7 @@ class TwinCritic(nn.Module):
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         x = torch.cat((observation, action), -1).expand(2, -1, -1)
         for layer in self.layers[:-1]:
-            x = functional.relu(layer(x))
+            x = functional.relu_(layer(x))
         values: Tensor = self.layers[-1](x)
         return values.squeeze(-1)
 
@@ -328,7 +284,7 @@ class TwinCritic(nn.Module):
         x = torch.cat((observation, action), -1)
         for layer in self.layers[:-1]:
             assert isinstance(layer, TwinLinear)
-            x = functional.relu(layer.first(x))
+            x = functional.relu_(layer.first(x))
         last = self.layers[-1]
         assert isinstance(last, TwinLinear)
         return last.first(x).squeeze(-1)

@@ -25,6 +25,7 @@ from jurybox.training.algorithms.base import (
     networks,
     torch,
     torch_states,
+    weighed,
 )
 from jurybox.training.algorithms.heads import draw_normal, normal_log_prob, tanh_correction
 from jurybox.training.algorithms.schedules import Schedule, at, is_schedule
@@ -155,7 +156,7 @@ class SAC(Algorithm):
         live: list[Tensor] = list(self.critics.parameters())
         values = self.critics(observation, batch["action"])
         errors = values - target
-        critic_loss = 0.5 * errors.square().mean(1).sum()
+        critic_loss = 0.5 * weighed(errors.square(), batch).mean(1).sum()
         torch_states.descend(self.critic_optimiser, live, critic_loss)
         actor_loss = (temperature * log_prob - self.critics(observation, drawn).amin(0)).mean()
         torch_states.descend(self.actor_optimiser, list(self.acting.parameters()), actor_loss)

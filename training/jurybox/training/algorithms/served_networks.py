@@ -15,9 +15,8 @@ from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms import served
 from jurybox.training.algorithms.base import AlgorithmUnusable
-from jurybox.training.algorithms.networks import Actor, ActorCritic, Features, Policy
+from jurybox.training.algorithms.networks import ActorCritic, Features
 from jurybox.training.algorithms.registry import ALGORITHMS
-from jurybox.training.algorithms.td3_actor import CLIP
 
 
 def served_model(
@@ -32,12 +31,6 @@ def served_model(
     """
     given = {"observation": TensorSpec(dtype, tuple(row))}
     return ServedModel(module, given, {name: TensorSpec("float32", shape) for name, shape in outputs.items()})
-
-
-def hockey_policy(observation: int, action: int, hidden: Sequence[int]) -> ServedModel:
-    """A policy from raw observations, float32 (observation,), to actions in [-1, 1], float32 (action,)."""
-    policy = Policy(Actor(observation, action, hidden), observation, clip=CLIP)
-    return served_model(policy, (observation,), {"action": (action,)})
 
 
 def gym_policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, Any]) -> ServedModel:

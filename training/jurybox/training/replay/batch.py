@@ -173,7 +173,9 @@ class BatchOnDevice:
     def __init__(self, batch: Batch, device: str) -> None:
         import torch
 
-        self._fields, self._device = batch.torch(), device
+        self._fields, self._device = dict(batch.torch()), device
+        if batch.weights is not None:
+            self._fields["weights"] = torch.from_numpy(batch.weights)
         # The last copies to a GPU; None for other devices.
         self._copied = torch.cuda.Event() if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
 
@@ -183,7 +185,7 @@ class BatchOnDevice:
             self._copied.synchronize()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the fields on the device; on the host they are the batch's own memory."""
+        """Return the fields, and "weights" of a prioritized batch, on the device; on the host they are its memory."""
         if self._copied is None:
             return {name: tensor.to(self._device) for name, tensor in self._fields.items()}
         import torch

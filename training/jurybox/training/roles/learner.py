@@ -17,6 +17,9 @@ from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.replay.cursor import Cursor
+from jurybox.training.roles.curriculum import Curriculum
+from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
 
@@ -30,9 +33,12 @@ class AlgorithmLearner(Learner):
         device: where it computes.
         raw: whether rows hold the environment's own observations instead of packed ones, see `Algorithm.raw`.
         suffix: of its metrics' names, where several learners report.
+        curriculum: "make", the "module:Class" of a `Curriculum`, and its arguments; None: there is none.
+        results: name of the replay that actors write the results of episodes to, for the curriculum.
 
     Attributes:
         updates: number of updates so far.
+        curriculum: what chooses the tasks of episodes, or None.
     """
 
     def __init__(
@@ -45,6 +51,8 @@ class AlgorithmLearner(Learner):
         device: str = "cpu",
         raw: bool = False,
         suffix: str = "",
+        curriculum: Mapping[str, Any] | None = None,
+        results: str = "results",
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
@@ -61,6 +69,11 @@ class AlgorithmLearner(Learner):
             raise AlgorithmUnusable(f"{self.name}.setup has not set `acting`, the network that is published")
         self._features = features_of(*(part for part in made.parts().values() if isinstance(part, nn.Module)))
         self._normaliser = Normaliser(made.spec.numbers) if made.spec.normalize else None
+        self.curriculum: Curriculum | None = None
+        if curriculum is not None:
+            arguments = dict(curriculum)
+            self._episodes = Cursor(context.replay(results))
+            self.curriculum = load(arguments.pop("make"))(context, **arguments)
         # In a serial run this is the caller's thread, which goes on after the training.
         torch.set_flush_denormal(True)
 
@@ -70,16 +83,16 @@ class AlgorithmLearner(Learner):
         plan = self.context.plan
         return Progress(plan.pace.env_steps(self.updates, 0), plan.budget.steps)
 
-    def learn(self, batch: Any) -> Mapping[str, float | torch.Tensor]:
-        """Make one update, and return its metrics, with what the schedules gave."""
+    def learn(self, batch: Any) -> Update:
+        """Make one update. Its metrics are returned with what the schedules gave."""
         progress = self.progress
         found: Any = self.algorithm.update(batch, progress)  # an algorithm may be anyone's
         if not isinstance(found, Update):
             what = f"{self.name}.update returned a {type(found).__name__}"
             raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
         self.updates += 1
-        scheduled = self.algorithm.settings.scheduled
-        return {**found.metrics, **{name: at(each, progress.remaining) for name, each in scheduled.items()}}
+        scheduled = {name: at(each, progress.remaining) for name, each in self.algorithm.settings.scheduled.items()}
+        return found._replace(metrics={**found.metrics, **scheduled}) if scheduled else found
 
     def tell(self, **metrics: float | torch.Tensor) -> None:
         """Report metrics under their names with the suffix."""
@@ -87,10 +100,25 @@ class AlgorithmLearner(Learner):
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         seen = 0 if self._normaliser is None else self._normaliser.count
-        return self.algorithm.acting, {"updates": self.updates, "seen": seen}
+        extra: dict[str, Any] = {"updates": self.updates, "seen": seen}
+        if self.curriculum is not None:
+            extra["curriculum"] = self.curriculum.published()
+        return self.algorithm.acting, extra
+
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """Return a copy of the acting network's state."""
+        return {name: value.detach().cpu().numpy().copy() for name, value in self.algorithm.acting.state_dict().items()}
 
     def close(self) -> None:
         torch.set_flush_denormal(False)
+        if self.curriculum is not None:
+            self.curriculum.close()
+
+    def follow_curriculum(self) -> None:
+        """Let the curriculum take the results of episodes since the last call, and do what is due."""
+        if self.curriculum is not None:
+            self.curriculum.record(self._episodes.take())
+            self.tell(**self.curriculum.between_updates(self))
 
     def see(self, rows: npt.NDArray[Any]) -> None:
         """Update the statistics with these observations, and apply them to the networks."""
@@ -101,7 +129,10 @@ class AlgorithmLearner(Learner):
 
     def save(self) -> dict[str, Any]:
         statistics = {} if self._normaliser is None else self._normaliser.state_dict()
-        return {"learner": self.algorithm.state_dict(), "statistics": statistics, "updates": self.updates}
+        state = {"learner": self.algorithm.state_dict(), "statistics": statistics, "updates": self.updates}
+        if self.curriculum is not None:
+            state |= {"curriculum": self.curriculum.state_dict(), "episodes_at": self._episodes.at}
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.algorithm.load_state_dict(state["learner"])
@@ -109,11 +140,18 @@ class AlgorithmLearner(Learner):
         if self._normaliser is not None:
             self._normaliser.load_state_dict(state["statistics"])
         self.updates = int(state["updates"])
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
+            # Of a resumed run: actors may have added results since. In a later life, what was published counts them.
+            if self.context.life == 1:
+                self._episodes.resume(state["episodes_at"])
 
     def adopt(self, published: WeightsReader) -> None:
         state, _, extra = published.read()
         self.updates = int(extra["updates"])
         self.algorithm.load_published(as_tensors(state), self.updates)
+        if self.curriculum is not None:
+            self.curriculum.load_published(extra["curriculum"])
         self.adopted(extra)
 
     def adopted(self, extra: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ class OnPolicyLearner(AlgorithmLearner):
         self._published = self._oldest_use = self.stale = 0
 
     def step(self) -> None:
+        self.follow_curriculum()
         self._take_rows()
         usable = self._held["updates"] >= max(self._published - self._max_stale, self._oldest_use)
         self.stale += int((~usable).sum())
@@ -57,9 +58,9 @@ class OnPolicyLearner(AlgorithmLearner):
         if skipped:
             return
         rows, self._held = self._held, {}
-        metrics = self.learn(rollout(rows, self.algorithm))
+        update = self.learn(rollout(rows, self.algorithm))
         self.see(rows["observation"])
-        self.tell(**metrics)
+        self.tell(**update.metrics)
 
     def publication(self) -> tuple[Any, dict[str, Any] | None]:
         self._published = self.updates

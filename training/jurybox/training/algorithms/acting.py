@@ -1,44 +1,16 @@
-"""The part of TD3 that needs no torch: settings, exploration noise, and a policy in NumPy."""
+"""What acts without torch: coloured noise, and a deterministic policy in NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NumpyActor", "TD3Settings", "coloured_noise"]
+from jurybox.training.spaces import CLIP
 
-CLIP = 5.0  # deviations; bound of normalised observations
-
-
-@dataclass(frozen=True, slots=True)
-class TD3Settings:
-    """Settings of TD3.
-
-    Attributes:
-        hidden_actor, hidden_critic: units of the layers.
-        actor_learning_rate, critic_learning_rate: learning rate of Adam.
-        tau: how far target networks move towards the others in a step.
-        policy_delay: critic steps for each step of actor and targets.
-        target_policy_noise, target_noise_clip: deviation and bound of the noise on target actions (smoothing).
-        pre_tanh_penalty: weight of the squared size, beyond 1, of the input of the actor's last tanh; keeps actions
-            from being stuck at their bounds, where they have no gradient. 0 is plain TD3.
-        reward_scale: rewards are multiplied by it.
-    """
-
-    hidden_actor: tuple[int, ...] = (128, 128)
-    hidden_critic: tuple[int, ...] = (128, 128)
-    actor_learning_rate: float = 5e-4
-    critic_learning_rate: float = 1e-3
-    tau: float = 0.005
-    policy_delay: int = 2
-    target_policy_noise: float = 0.2
-    target_noise_clip: float = 0.5
-    pre_tanh_penalty: float = 0.001
-    reward_scale: float = 0.1
+__all__ = ["NumpyActor", "coloured_noise"]
 
 
 def coloured_noise(rng: np.random.Generator, steps: int, size: int, colour: float = 1.0) -> npt.NDArray[np.float32]:
@@ -77,35 +49,35 @@ Array = npt.NDArray[np.float32]
 
 
 class NumpyActor:
-    """The forward pass of `td3.Policy` in NumPy.
+    """The forward pass of `networks.DeterministicActor` in NumPy, for observations that are normalised numbers.
 
     For a handful of rows it takes less time than torch needs to dispatch its operations, and an env worker that uses
     it never imports torch.
 
     Args:
         state: the policy's state_dict as arrays, such as ``server.weights(name).read().state``; not copied.
-        clip: the policy's.
+        clip: the specification's, see `spaces.AgentSpec`.
 
     Raises:
         ValueError: the state is of another module.
     """
 
-    def __init__(self, state: Mapping[str, Any], *, clip: float = 5.0) -> None:
+    def __init__(self, state: Mapping[str, Any], *, clip: float = CLIP) -> None:
         self.state: dict[str, Array] = {name: np.asarray(value, np.float32) for name, value in state.items()}
         try:
-            self._mean = self.state["observation_mean"]
-            self._scale = self.state["observation_scale"]
+            self._mean = self.state["features.mean"]
+            self._scale = self.state["features.scale"]
             layers = (len(self.state) - 2) // 2
             self._layers = [
                 (
-                    np.ascontiguousarray(self.state[f"actor.layers.{number}.weight"].T),
-                    self.state[f"actor.layers.{number}.bias"],
+                    np.ascontiguousarray(self.state[f"layers.{number}.weight"].T),
+                    self.state[f"layers.{number}.bias"],
                 )
                 for number in range(0, 2 * layers, 2)  # activations between them have numbers too
             ]
         except KeyError as error:
             raise ValueError(
-                f"expected the state of a policy (observation_mean, observation_scale, actor.layers.0.weight ...), "
+                f"expected the state of a policy (features.mean, features.scale, layers.0.weight ...), "
                 f"{error} is missing among {', '.join(self.state)}"
             ) from error
         self._clip = np.float32(clip)
