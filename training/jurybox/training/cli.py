@@ -153,8 +153,7 @@ TRAININGS = {
     "hockey": Command(
         "jurybox.studies.hockey.train:TRAINING",
         "Train a hockey policy against bots and its past selves, with collectors and a learner side by side.",
-        (*SEED, *SPEED, "target", "environment", "mode", *SERVED, *LEARNING, *INTERVALS),
-        {"environment": ("--env",)},
+        (*SEED, *SPEED, "target", "env", "mode", *SERVED, *LEARNING, *INTERVALS),
     ),
     "gym": Command(
         "jurybox.training.trainings.gym:TRAINING",

@@ -147,7 +147,7 @@ class Collector:
         self._settings = settings
         self._policies = policies
         self._number = number
-        sides = 2 if settings.both_sides else 1
+        sides = 2 if settings.record_opponents else 1
         self._streams = [[replay.stream() for _ in range(sides)] for _ in games]
         # The second part of the replay is never overwritten; it receives games against anchors until it is full.
         self._kept = replay.parts[1] if len(replay.parts) > 1 else None
@@ -155,7 +155,7 @@ class Collector:
         self._writes = list(self._streams)
         slots = range(len(games))
         self._halves = (list(slots[::2]), list(slots[1::2]))
-        self.noise = np.geomspace(*settings.noise, len(games) * workers)[number::workers]
+        self.noise = np.geomspace(*settings.action_noise, len(games) * workers)[number::workers]
         self._warm = np.zeros(len(games), bool)
         self._requested = [False, False]
         self._turn = 0
@@ -201,7 +201,7 @@ class Collector:
         task = Opponents.draw(self._policies.curriculum(), rng)
         name = task.players["opponent"]
         actions = self._table.games[slot].action_size
-        drawn = coloured_noise(rng, LONGEST, actions, self._settings.noise_colour)
+        drawn = coloured_noise(rng, LONGEST, actions, self._settings.noise_color)
         drawn *= 1.0 if warm else np.float32(self.noise[slot])
         return Match(int(rng.integers(2**31)), int(rng.integers(2)), self._policies.player(name), task, drawn)
 
@@ -249,7 +249,7 @@ class HockeyActor(Actor):
         self._settings = s = HockeyTraining(**settings)
         self._results = context.replay(RESULTS)
         with ExitStack() as undo:
-            games = [make_game(s.environment, s.mode) for _ in range(s.envs_per_worker)]
+            games = [make_game(s.env, s.mode) for _ in range(s.envs_per_worker)]
             for game in games:
                 undo.callback(game.close)
             published = PublishedActor(context.reader(CHANNEL))
@@ -313,7 +313,7 @@ class HockeyEvaluator(Evaluator):
         self._settings = s = HockeyTraining(**settings)
         self._published = PublishedActor(context.reader(CHANNEL))
         context.follow(CHANNEL, self._published)
-        self._games = [make_game(s.environment, s.mode) for _ in range(8)]
+        self._games = [make_game(s.env, s.mode) for _ in range(8)]
 
     def evaluate(self) -> Mapping[str, float]:
         s = self._settings

@@ -9,8 +9,8 @@ from jurybox.studies.hockey.settings import HockeyTraining
 from jurybox.training.algorithms.td3 import TD3
 from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
 
-# The pace is the plan's, which counts env steps of all games.
-_OWN = TD3.Settings.model_fields.keys() - {"train_freq", "gradient_steps", "max_ahead"}
+# The pace is the plan's, which counts env steps of all games, and noise the collectors'.
+_OWN = TD3.Settings.model_fields.keys() - {"train_freq", "gradient_steps", "max_ahead", "action_noise"}
 FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"
 
 

@@ -56,7 +56,7 @@ def report(
         sections.append(Section("Results between players", [drawn], note))
     if not outcome.serial:
         sections.append(page.worked_when(folder / "timeline.json"))
-    if actor is not None and settings.film_games and settings.environment is None:
+    if actor is not None and settings.film_games and settings.env is None:
         film = _film(actor, settings.film_games, folder / "game.gif")
         sections.append(Section("A game", [film], "Left: the learned policy."))
     facts = {
@@ -101,7 +101,7 @@ def win_matrix(
     some = [kept[i] for i in np.unique(np.linspace(0, len(kept) - 1, _SNAPSHOTS).round().astype(int))] if kept else []
     past = {f"at {int(name.removeprefix('pool:')) / 1000:.3g}k": pool.actor(name) for name in reversed(some)}
     actors = {"learned": actor, **past}
-    games = [make_game(settings.environment, settings.mode) for _ in range(8)]
+    games = [make_game(settings.env, settings.mode) for _ in range(8)]
     n, size = settings.matrix_games, games[0].action_size
     others: list[tuple[NumpyActor | None, Callable[[], Opponent]]] = [
         *((other, partial(PastSelf, other)) for other in actors.values()),

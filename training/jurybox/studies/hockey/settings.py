@@ -40,6 +40,10 @@ class HockeyTraining(ServedSettings):
     title = "hockey"
     ways: ClassVar = {
         "dual_buffer": "anchor_size rows are kept for games against bots, and anchor_ratio of a batch comes from them",
+        "environment": "it is env here",
+        "noise": "it is action_noise here",
+        "noise_colour": "it is noise_color here",
+        "both_sides": "it is record_opponents here",
         "envs_per_worker": "envs is the number of games over all workers",
         "envs_per_collector": "envs is the number of games over all workers",
         "num_envs_per_worker": "envs is the number of games over all workers",
@@ -61,7 +65,7 @@ class HockeyTraining(ServedSettings):
     seconds: float | None = Field(None, gt=0, description="Stop after this many seconds.")
     target: float | None = Field(None, ge=-1, le=1, description="Stop when an evaluation reaches this score.")
 
-    environment: str | None = Field(
+    env: str | None = Field(
         None, description="Environment class, module:Class, with the original's constructor; none: this package's own."
     )
     mode: Literal[0, 1, 2] = Field(0, description="0: whole games, 1: shooting, 2: defence.")
@@ -100,14 +104,16 @@ class HockeyTraining(ServedSettings):
     prioritized: bool = Field(True, description="Sample transitions by their priorities; else uniformly.")
     alpha: float = Field(0.6, ge=0, le=1, description="The exponent of the priorities.")
     beta: float = Field(0.4, ge=0, le=1, description="The exponent of the importance weights.")
-    both_sides: bool = Field(True, description="Store the opponents' transitions, too; the learner is off-policy.")
+    record_opponents: bool = Field(
+        True, description="Store the opponents' transitions, too; the learner is off-policy."
+    )
     mirror: bool = Field(True, description="Mirror half of each sample left to right: the game is symmetric.")
     # A different level for each game, as in D. Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018:
     # some games show the current behaviour, others actions that the policy no longer takes.
-    noise: tuple[float, float] = Field(
+    action_noise: tuple[float, float] = Field(
         (0.05, 0.5), description="Scale of the exploration noise in the first and in the last game of a worker."
     )
-    noise_colour: float = Field(1.0, ge=0, description="Exponent of the noise spectrum: 0 white, 1 pink.")
+    noise_color: float = Field(1.0, ge=0, description="Exponent of the noise spectrum: 0 white, 1 pink.")
     device: str = Field("cpu", description="Device of the learner.")
     learner_gpus: float = Field(0, ge=0, description="GPUs that --launcher ray reserves for the learner.")
     engine_gpus: float = Field(
@@ -184,7 +190,7 @@ class HockeyTraining(ServedSettings):
     @property
     def unsampled(self) -> int:
         """The most rows that a replay can hold of which none can be sampled: the newest of each game."""
-        return self.workers * self.envs_per_worker * (2 if self.both_sides else 1) * (self.n_steps + 1)
+        return self.workers * self.envs_per_worker * (2 if self.record_opponents else 1) * (self.n_steps + 1)
 
     def unused(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and why; those of parts are ``league.NAME``."""
@@ -198,7 +204,7 @@ class HockeyTraining(ServedSettings):
         if not self.league.pool:
             names = ("snapshot_every", *(f"league.{name}" for name in ("anchor_share", "weighting", "least_games")))
             unused |= dict.fromkeys(names, "league.pool is 0, so there are no past selves")
-        if self.environment is not None and self.film_games:
+        if self.env is not None and self.film_games:
             unused["film_games"] = "only games of this package's own environment are filmed"
         if self.policy == "local":
             unused["engine_gpus"] = "policy is local, so there is no engine"

@@ -1,9 +1,9 @@
 """TD3 as hockey's learner computes it: the same numbers, with gradients in closed form instead of autograd's.
 
 With networks of this size a learner step is some sixty small operations, and much of its time goes into building the
-graph, walking it and allocating what it holds; here every product goes into memory that the last step used as well. Of
-batches of 128 rows a step takes 1.31 to 1.38 ms of CPU time here, and 1.84 to 1.93 with autograd (1.40 to 1.47 times;
-docs/hockey.md). `tests/unit/studies/hockey/test_hockey_td3.py` holds the two against each other.
+graph, walking it and allocating what it holds; here every product goes into memory that the last step used as well. A
+step of 128 rows takes 1.4 times as long with autograd (docs/hockey.md). `tests/unit/studies/hockey/test_hockey_td3.py`
+holds the two against each other.
 """
 
 from __future__ import annotations

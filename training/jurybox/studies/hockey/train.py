@@ -52,7 +52,7 @@ def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
         ConfigError: the environment cannot be created.
     """
     try:
-        game = make_game(settings.environment, settings.mode)
+        game = make_game(settings.env, settings.mode)
     except (ImportError, ValueError) as error:
         raise ConfigError(str(error)) from error
     game.close()
@@ -177,7 +177,7 @@ def description(settings: HockeyTraining, sizes: tuple[int, int]) -> Description
         "hockey",
         {CHANNEL: acts},
         "jurybox.studies.hockey.single:HockeyEnv",
-        {"opponent": "weak", "mode": int(settings.mode), "environment": settings.environment},
+        {"opponent": "weak", "mode": int(settings.mode), "environment": settings.env},
         settings.model_dump(mode="json"),
         settings.seed,
     )
