@@ -529,7 +529,7 @@ class _OneEnvironment:
     def step(self, actions: Array) -> Moved:
         action = _as_action(actions[0], getattr(self._environment, "action_space", None))
         self._seen, reward, terminated, truncated, info = stepped(self._environment.step(action))
-        flags = (np.array([each]) for each in (terminated, truncated))
+        flags = np.array([terminated]), np.array([truncated])
         result = Result("", np.array([reward]), *flags, np.zeros(0), [info])
         return Moved([result], 1, [0] if terminated or truncated else [])
 

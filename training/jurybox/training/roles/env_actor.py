@@ -7,9 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from jurybox.training.algorithms.base import Array, Progress
+from jurybox.training.algorithms.base import Array, Arrays, Progress
 from jurybox.training.environments.adapter import Adapter, Result, Waiting
 from jurybox.training.roles.policy_client import Player, players
 from jurybox.training.run_folder import audited
@@ -91,8 +90,9 @@ class EnvActor(Actor):
         progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
         if explores := algorithm.exploration(progress):
             self.context.metrics(**explores)
+        columns: Arrays = {}
         if progress.env_steps < self._random_until:
-            chosen, columns = algorithm.spec.action.sample(self._random, self._adapter.n), {}
+            chosen = algorithm.spec.action.sample(self._random, self._adapter.n)
         else:
             outputs = policy.outputs(waiting.observation)
             chosen, columns = algorithm.explore(outputs, self._random, progress)
@@ -141,14 +141,14 @@ class _Recorder:
         self.player, self._streams, self._numbers = player, streams, numbers
         self.t = np.full(len(numbers), begun, np.int64)
         self.totals = np.zeros(len(numbers))
-        self._row: dict[str, npt.NDArray[Any]] | None = None  # of an action whose result is not known yet
+        self._row: dict[str, Array] | None = None  # of an action whose result is not known yet
 
     def begin(self, number: int) -> None:
         """An episode begins: its rows do not follow those of the previous one."""
         self.t[number] += 1
         self.totals[number] = 0.0
 
-    def acted(self, waiting: Waiting, action: Array, columns: Mapping[str, Array]) -> None:
+    def acted(self, waiting: Waiting, action: Array, columns: Arrays) -> None:
         """Keep an action until its result is known."""
         self._row = {"observation": waiting.rows, "action": action, **columns}
         if self.player.algorithm.on_policy:
