@@ -1,4 +1,4 @@
-"""docs/architecture.md: its walks name all files that run for a request or a publication, its map all modules."""
+"""docs/architecture.md: its walks name all files that run for a request, publication or transition; its map holds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tests.serving import serving
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
+from jurybox.training.roles.env_actor import EnvActor
+from jurybox.training.trainings.gym import GymTraining, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 PACKAGES = {"protocol", "processes", "client", "server"}
@@ -32,15 +34,15 @@ WATCHES = {
 class Profile:
     """Counts calls from and to our files while it is on: a loop that never returns is detected by its callees."""
 
-    def __init__(self):
+    def __init__(self, packages=PACKAGES):
         self.calls = Counter()
-        self.on = False
+        self.on, self.packages = False, packages
 
     def __call__(self, frame, event, _):
         if self.on and event == "call":
             for each in filter(None, (frame, frame.f_back)):
                 file = each.f_code.co_filename.rpartition("/jurybox/")[2]
-                self.calls[file] += file.partition("/")[0] in PACKAGES
+                self.calls[file] += file.partition("/")[0] in self.packages
 
     @contextmanager
     def running(self):
@@ -123,6 +125,35 @@ def walks(tmp_path_factory):
                 while policy.infer_reply(rows, timeout=60).version < version:
                     pass
     return requesting.files() | answering, publishing.files() | adopting
+
+
+@pytest.fixture(scope="module")
+def transition(tmp_path_factory):
+    """Return the files that ran for each step of a serial training, without the runtime's own."""
+    profile, turns, step = Profile({"training"}), iter(range(1, 1000)), EnvActor.step
+
+    def counted(self):
+        turn = next(turns)
+        if turn == TIMES:  # every step is learned from by now
+            sys.setprofile(profile)
+        profile.on = TIMES <= turn < 2 * TIMES + 1
+        if turn == 2 * TIMES + 1:
+            sys.setprofile(None)
+        return step(self)
+
+    settings = GymTraining.checked(
+        {"env": "Pendulum-v1", "algorithm": "sac", "steps": 3 * TIMES, "learning_starts": TIMES // 2, "batch_size": 8}
+        | {"hidden": (8,), "evaluation_episodes": 1, "evaluate_every": 0, "checkpoint_every": 0}
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(EnvActor, "step", counted)
+        train(settings, tmp_path_factory.mktemp("transition"), serial=True)
+    return {file for file in profile.files() if not file.startswith("training/runtime/")}
+
+
+def test_one_transition_runs_in_the_files_that_its_walk_names_and_in_at_most_fifteen(transition):
+    assert transition == {f"training/{file}" for file in files_named_in("The path of one transition")}
+    assert len(transition) <= 15
 
 
 def test_one_request_runs_in_the_files_that_its_walk_names_and_in_at_most_thirteen(walks):
