@@ -15,7 +15,7 @@ from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.contract import ContractBroken
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, GymEnvs
 from jurybox.training.environments.pettingzoo_env import World
-from jurybox.training.replay import Replay
+from jurybox.training.replay import Replay, Windows
 from jurybox.training.roles.evaluation import play_episodes
 from jurybox.training.trainings.marl import MarlTraining
 from jurybox.training.trainings.marl_run import train
@@ -195,3 +195,63 @@ def test_a_row_has_the_reward_of_its_own_action(tmp_path, algorithm) -> None:
     (a, of_a), (b, of_b) = rows["a"], rows["b"]
     assert len(a) == len(b) == 39 and len(set(a)) == len(set(b)) == 3
     assert (of_a == a + 10 * b).all() and (of_b == b + 10 * a).all()
+
+
+class Vanishing(Replies):
+    """At the end of an episode its agents are gone, and none was told that it ended. Episodes observe other numbers."""
+
+    episode: ClassVar[int] = 0
+
+    def observe(self, agent):
+        return super().observe(agent) + 100 * self.episode
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        Vanishing.episode += 1
+
+    def step(self, action):
+        super().step(action)
+        if any(self.truncations.values()):
+            self.agents = []
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+def test_no_row_joins_two_episodes_where_agents_leave_without_a_word(tmp_path, algorithm) -> None:
+    own = {"learning_starts": 10} if algorithm == "dqn" else {"ppo": {"n_steps": 10, "n_epochs": 1}}
+    settings = MarlTraining(
+        algorithm=algorithm, environment=f"{__name__}:Vanishing", steps=40, batch_size=8, hidden=(8,), frames=1,
+        log_dir=tmp_path, evaluation_episodes=1, gamma=0.5, **own,
+    )  # fmt: skip
+    Vanishing.episode = 0
+    train(settings, serial=True)
+    folder = Checkpoints(tmp_path / "checkpoints").latest().folder
+    for agent in "ab":
+        with Replay.load(folder / f"replay-{agent}.jbr", f"vanishing-{agent}-{os.getpid()}") as replay:
+            replay.unlink()
+            if algorithm == "ppo":
+                part, n = replay.parts[0], len(replay)
+                now, after = (part.field_rows(name, 0, n).ravel() for name in ("observation", "next_observation"))
+            else:
+                batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=0.5, next=("observation",))))
+                now, after = batch["observation"].ravel(), batch["next_observation"].ravel()
+            assert len(now) > 20 and (now // 100 == after // 100).all(), "of one episode"
+    world = World(1, f"{__name__}:Vanishing", {"rounds": 1}, {"a": 1, "b": 1})
+    world.begin(0, 0)
+    world.step(np.array([1]))
+    results, steps, over = world.step(np.array([2]))
+    assert sorted((each.agent, each.reward.item(), each.truncated.item()) for each in results) == [
+        ("a", 21.0, True),
+        ("b", 12.0, True),
+    ]
+    assert (steps, over) == (1, [0])
+
+
+class Nobody(Replies):
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.agents = []
+
+
+def test_a_world_that_begins_without_agents_is_named() -> None:
+    with pytest.raises(ContractBroken, match="Nobody began an episode in which no agent may act"):
+        World(1, f"{__name__}:Nobody", {}, {"a": 1, "b": 1}).begin(0, 0)

@@ -18,7 +18,7 @@ from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.contract import flag, number
+from jurybox.training.contract import ContractBroken, flag, number
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
 from jurybox.training.foreign import imported
@@ -266,6 +266,7 @@ class World:
         self.spaces, self._encoders = agent_spaces(self.env), encoders(self.env)
         self._stacks = {agent: _Stack(stacks[agent], self.spaces[agent]) for agent in self.agents}
         self._whole = frozenset(whole)
+        self._untold: set[str] = set()  # agents that have acted, and whose result is not known yet
         self._taken = self._members = 0  # of the turn of all agents: how many have had theirs, and how many they are
 
     def begin(self, environment: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
@@ -273,8 +274,11 @@ class World:
         self.env.reset(seed=seed, options=options)
         for stack in self._stacks.values():
             stack.frames[:] = 0
+        self._untold.clear()
         self._taken, self._members = 0, len(self.env.agents)
         self._look()
+        if not self.env.agents:
+            raise ContractBroken(f"{self.name} began an episode in which no agent may act")
 
     def waiting(self) -> Waiting:
         """The agent whose turn it is."""
@@ -283,7 +287,9 @@ class World:
 
     def step(self, actions: npt.NDArray[Any]) -> Moved:
         """Let the agent act whose turn it is. Raises ContractBroken, WorldError, see `begin`."""
-        self.env.step(int(actions[0]) + self.spaces[self.env.agent_selection].first)
+        agent = self.env.agent_selection
+        self.env.step(int(actions[0]) + self.spaces[agent].first)
+        self._untold.add(agent)
         self._taken += 1
         results, over, steps = self._look(), not self.env.agents, 0
         if over or self._taken >= self._members:
@@ -306,15 +312,24 @@ class World:
             terminated, truncated = (
                 flag(end, f"{name} of {agent}") for end, name in zip(ends, ("terminated", "truncated"), strict=True)
             )
-            told = info if isinstance(info, Mapping) else {}
-            flags = (np.array([terminated]), np.array([truncated]))
-            results.append(Result(agent, np.array([paid]), *flags, self._row(agent), [told]))
+            results.append(self._told(agent, paid, terminated, truncated, info))
             if not terminated and not truncated:
                 break
             stack.frames[:] = 0  # if the agent returns in this episode, it has no earlier observations
             self.env.step(None)
             self._taken += 1
+        for agent in [each for each in self.agents if each in self._untold and each not in self.env.agents]:
+            # It left without a word: as if it was truncated there, and had observed nothing since.
+            paid, terminated = self.env._cumulative_rewards.get(agent, 0.0), bool(self.env.terminations.get(agent))
+            results.append(self._told(agent, number(paid, f"the reward of {agent}"), terminated, not terminated, {}))
+            self._stacks[agent].frames[:] = 0
         return results
+
+    def _told(self, agent: str, reward: float, terminated: bool, truncated: bool, info: Any) -> Result:
+        self._untold.discard(agent)
+        infos = [info if isinstance(info, Mapping) else {}]
+        flags = np.array([terminated]), np.array([truncated])
+        return Result(agent, np.array([reward], np.float64), *flags, self._row(agent), infos)
 
     def _row(self, agent: str) -> Observation:
         frames = self._stacks[agent].frames

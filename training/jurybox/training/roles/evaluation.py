@@ -100,6 +100,7 @@ class EnvEvaluator(Evaluator):
         policies: by agent, the channel of its policy.
         algorithms: by channel, arguments of `algorithms.make`.
         episodes: of an evaluation.
+        side_by_side: environments at most.
         bound: steps that an episode has at most, if the settings say so.
         explore: whether actions are explored as at the end of the training; else without exploration.
         against_random: whether the same episodes are once played at random: numbers random_AGENT.
