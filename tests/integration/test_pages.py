@@ -259,6 +259,26 @@ def test_the_pages_detector_for_geneval_is_loaded_by_its_configuration(tmp_path,
     assert ("all models work" if has_example else "returns some with ServedModel(example=...)") in said, said
 
 
+def test_the_pages_judges_have_one_base_in_memory_and_heads_of_their_own(tmp_path) -> None:
+    count = "open(__file__ + '.loads', 'a').write('x')"
+    shown = files_of("docs/share_a_gpu.md")["heads.py"].replace("torch.manual_seed(0)", f"torch.manual_seed(0); {count}")
+    (tmp_path / "heads.py").write_text(shown)
+    models = tomllib.loads(next(block.text for block in of("toml") if block.text.startswith("# heads.toml")))["models"]
+    rows = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    with serving(tmp_path / "server", models, {"PYTHONPATH": str(tmp_path)}) as running, running.connect() as client:
+        judges = {name: client.model(name) for name in models}
+        before = {name: judge.infer(rows) for name, judge in judges.items()}
+        assert (tmp_path / "heads.py.loads").read_text() == "x"
+        with client.publisher("helpful") as publisher:
+            # The whole of its weights: others are refused.
+            publisher.publish({"head.weight": torch.zeros(1, 256), "head.bias": torch.tensor([2.0])})
+            wait_until(lambda: judges["helpful"].infer(rows).tolist() == [2.0] * 3, 60)
+            publisher.publish({"head.bias": torch.tensor([3.0])}, partial=True)
+            wait_until(lambda: judges["helpful"].infer(rows).tolist() == [3.0] * 3, 60)
+        np.testing.assert_array_equal(judges["harmless"].infer(rows), before["harmless"])
+    assert np.ptp(before["harmless"]) > 0  # the base was used
+
+
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
 def test_yaml_is_a_service_with_the_volume_and_variables_of_compose_yaml(block) -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
