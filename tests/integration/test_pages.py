@@ -261,8 +261,8 @@ def test_the_pages_detector_for_geneval_is_loaded_by_its_configuration(tmp_path,
 
 def test_the_pages_judges_have_one_base_in_memory_and_heads_of_their_own(tmp_path) -> None:
     count = "open(__file__ + '.loads', 'a').write('x')"
-    shown = files_of("docs/share_a_gpu.md")["heads.py"].replace("torch.manual_seed(0)", f"torch.manual_seed(0); {count}")
-    (tmp_path / "heads.py").write_text(shown)
+    shown = files_of("docs/share_a_gpu.md")["heads.py"]
+    (tmp_path / "heads.py").write_text(shown.replace("torch.manual_seed(0)", f"torch.manual_seed(0); {count}"))
     models = tomllib.loads(next(block.text for block in of("toml") if block.text.startswith("# heads.toml")))["models"]
     rows = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     with serving(tmp_path / "server", models, {"PYTHONPATH": str(tmp_path)}) as running, running.connect() as client:

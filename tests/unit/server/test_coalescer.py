@@ -248,7 +248,7 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
 
     let_go = []
     lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append, pace=Pace())
-    held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes)
+    held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes, key=("slow", 2))
     asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
     await turns()
     held.coalescer.give_up(Refused("over", Code.STALE_LEASE))

@@ -26,7 +26,7 @@ def held_soon(monkeypatch, answers, seconds=10.0):
     lanes = Lanes("ipc:///nowhere")
     left = list(answers)
 
-    async def hold(name, *, trying=False):
+    async def hold(name, *, trying=False, priority=2):
         answer = left.pop(0) if len(left) > 1 else left[0]
         if isinstance(answer, Exception):
             raise answer
