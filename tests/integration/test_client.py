@@ -91,6 +91,40 @@ def test_several_inputs_and_outputs_go_by_name(client):
     np.testing.assert_array_equal(outputs["corner"], images[:, 0, 0, 0])
 
 
+def test_a_call_takes_its_inputs_by_name(client):
+    image, scale = RNG.integers(0, 255, (64, 64, 3), dtype=np.uint8), np.float32(2.5)
+    two, affine, x = client.model("two"), client.model("affine"), rows(1)[0]
+    outputs, as_dict = two(image=image, scale=scale, timeout=20.0), two({"image": image, "scale": scale})
+    np.testing.assert_allclose(outputs["brightness"], image.mean() * scale, rtol=1e-5)
+    assert {name: value.tolist() for name, value in outputs.items()} == {n: v.tolist() for n, v in as_dict.items()}
+    np.testing.assert_array_equal(affine(observation=x), 2 * x + 1)
+
+
+def test_a_call_whose_names_are_not_the_models_names_the_nearest_and_computes_nothing(client):
+    image, scale = np.zeros((64, 64, 3), np.uint8), np.float32(1.0)
+    two, affine, x = client.model("two"), client.model("affine"), rows(1)[0]
+    for call, message in {
+        lambda: two(image=image, scal=scale): r"\['image', 'scal'\] came; did you mean 'scale'\?",
+        lambda: two(image=image): r"\['image', 'scale'\], \['image'\] came$",
+        lambda: two(image=image, scale=scale, more=scale): r"'more', 'scale'\] came; there are: image, scale",
+        lambda: two.infer({"imag": image[None], "scale": scale[None]}): "did you mean 'image'",
+        lambda: two(image, scale=scale): "one row or inputs by name, came a row and scale",
+        lambda: affine(x, observation=x): "one row or inputs by name, came a row and observation",
+        lambda: affine(x, observatio=x): "one row or inputs by name, came a row and observatio",
+        lambda: affine(observatio=x): "did you mean 'observation'",
+        affine: r"takes inputs \['observation'\], \[\] came",
+    }.items():
+        with pytest.raises(SpecMismatch, match=message):
+            call()
+    with two.rows() as held:
+        with pytest.raises(SpecMismatch, match="did you mean 'scale'"):
+            held.inputs["scal"] = scale
+        with pytest.raises(SpecMismatch, match="did you mean 'image'"):
+            held.place("imag", 0, (64, 64, 3))
+        with pytest.raises(SpecMismatch, match="did you mean 'corner'"):
+            held.row("corne", 0)
+
+
 def test_several_tickets_are_in_flight_and_each_gets_its_own_answer(client):
     model = client.model("affine", rows=40)
     inputs = [rows(n) for n in (1, 5, 2, 16, 3)]

@@ -80,12 +80,20 @@ class Model(forks.Closing):
 
     # ---- one call, one answer
 
-    def __call__(self, row: Arrays | bytes | str, *, timeout: float | None = None) -> Any:
+    def __call__(
+        self, row: Arrays | bytes | str | None = None, /, *, timeout: float | None = None, **inputs: Any
+    ) -> Any:
         """Compute one row: an array of the input's row shape, or bytes or text for a BYTES input.
 
-        Pass a dict if the model has several inputs. Raises the same errors as `infer`.
+        If the model has several inputs, pass each by its name, or all in a dict (an input called ``timeout`` only so).
+        Raises the same errors as `infer`.
+
+        Example:
+            score = juror(image=photo, prompt="a red chair")
         """
         requests = self.requests
+        if inputs:
+            row = self._named(row, inputs)
         dtype, shape, text = requests.plain
         if (
             type(row) is np.ndarray
@@ -99,7 +107,7 @@ class Model(forks.Closing):
         elif text and type(row) is str:
             ready = utf8(f"input {next(iter(self.spec.inputs))!r} of {self.name!r}", row)
         else:
-            ready = requests.lane.codec.one(row)[0]
+            ready = requests.lane.codec.one({} if row is None else row)[0]
             requests.require_stateless()
         try:
             with (turns := requests.turns).now:
@@ -113,6 +121,14 @@ class Model(forks.Closing):
         # On a new lane too, as in infer, with the full time-out: the first attempt used almost none of it.
         outputs = requests.asked(lambda: requests.lane.codec.one(row), timeout, 0).outputs
         return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
+
+    def _named(self, row: Any, inputs: dict[str, Any]) -> Any:
+        """Return the row of a call by name: a dict, or of an only input its value, which the fast path takes."""
+        if row is not None:
+            raise SpecMismatch(
+                f"a call of {self.name!r} takes one row or inputs by name, came a row and {', '.join(sorted(inputs))}"
+            )
+        return next(iter(inputs.values())) if len(inputs) == 1 and inputs.keys() == self.spec.inputs.keys() else inputs
 
     def row_reply(self, row: Any, timeout: float) -> Reply:
         """Compute one row like `__call__`, but return a `Reply`. Its outputs may have a leading dimension of one row.

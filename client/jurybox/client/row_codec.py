@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.errors import Refused, SpecMismatch, plain
+from jurybox.protocol.errors import Refused, SpecMismatch, did_you_mean, plain
 from jurybox.protocol.row_arrays import array_of, other_dtype
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
@@ -78,10 +78,17 @@ class PlainRows:
         specs = self.spec.inputs
         if isinstance(inputs, np.ndarray) or not isinstance(inputs, Mapping):  # the second takes half a microsecond
             if len(specs) != 1:
-                raise SpecMismatch(f"{self.spec.name!r} takes {words(self.spec)}: give a dict with an array for each")
+                raise SpecMismatch(
+                    f"{self.spec.name!r} takes {words(self.spec)}: give a dict with an array for each; a call of one "
+                    "row also takes them by name"
+                )
             return {next(iter(specs)): inputs}
         if inputs.keys() != specs.keys():
-            raise SpecMismatch(f"{self.spec.name!r} takes inputs {sorted(specs)}, {sorted(map(plain, inputs))} came")
+            came = sorted(map(plain, inputs))
+            unknown = next((name for name in came if name not in specs), None)
+            missing = [name for name in specs if name not in came]
+            hint = "" if unknown is None else did_you_mean(unknown, missing or specs)
+            raise SpecMismatch(f"{self.spec.name!r} takes inputs {sorted(specs)}, {came} came{hint}")
         return inputs
 
     def _array(self, name: str, spec: TensorSpec, value: Any) -> NDArray[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from jurybox.client.lane import Lane, row_failed
 from jurybox.client.row_allocator import Run, version_of, whole
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
-from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, error_for
+from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, did_you_mean, error_for, plain
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.row_arrays import Held, RowArray, RowArrays
+from jurybox.protocol.spec import TensorSpec
 
 
 class Rows(Closing):
@@ -73,11 +75,11 @@ class Rows(Closing):
             cv2.resize(photo, (width, height), dst=rows.place("image", 0, (height, width, 3)))
 
         Raises:
-            SpecMismatch: the shape does not match the spec, or exceeds its capacity.
+            SpecMismatch: there is no such input, or the shape does not match the spec or exceeds its capacity.
             ValueError: there is no such row.
         """
         self._check()
-        spec = self._lane.codec.spec.inputs[name]
+        spec = self._spec_of(self._lane.codec.spec.inputs, name)
         sizes = (shape,) if isinstance(shape, int) else shape
         extents = spec.extents_of(sizes) if spec.variable else None
         whole(row, "row", 0, self.rows - 1)
@@ -88,15 +90,27 @@ class Rows(Closing):
         return array[row, : math.prod(sizes)].reshape(sizes)
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """Return one row of an output of variable size, a view of shared memory. Raises ValueError: no such row."""
+        """Return one row of an output of variable size, a view of shared memory.
+
+        Raises:
+            SpecMismatch: there is no such output.
+            ValueError: there is no such row.
+        """
         self._check()
         whole(row, "row", 0, self.rows - 1)
-        spec = self._lane.codec.spec.outputs[name]
+        spec = self._spec_of(self._lane.codec.spec.outputs, name)
         sizes = spec.measured(self._lane.columns.output_extents[name][self.first + row].tolist())
         if not 0 <= math.prod(sizes) <= spec.capacity or min(sizes, default=0) < 0:
             raise Refused(f"output {name!r} came with sizes {sizes}: {spec} was expected")
         array: NDArray[Any] = self.outputs[name]
         return array[row, : math.prod(sizes)].reshape(sizes)
+
+    def _spec_of(self, specs: Mapping[str, TensorSpec], name: str) -> TensorSpec:
+        try:
+            return specs[name]
+        except KeyError:
+            hint = did_you_mean(plain(name), specs)
+            raise SpecMismatch(f"rows of {self._lane.model!r} have {sorted(specs)} here, {name!r} came{hint}") from None
 
     def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
         """Compute the outputs of the first `rows` rows; of all rows by default.

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.dtypes import is_floating, largest, tensor_bits
-from jurybox.protocol.errors import Refused, SpecMismatch, plain, said
+from jurybox.protocol.errors import Refused, SpecMismatch, did_you_mean, plain, said
 
 _write = np.ndarray.__setitem__
 # Functions that cast to the array that they write to, within its kind, unless they are told how.
@@ -123,7 +123,8 @@ class RowArrays(Mapping[str, NDArray[Any]]):
         if not self._arrays:
             raise Refused("these rows were released: call rows() again")
         if array is None:
-            raise SpecMismatch(f"rows of {self.model!r} have {sorted(self._arrays)} here, {name!r} came")
+            hint = did_you_mean(plain(name), self._arrays)
+            raise SpecMismatch(f"rows of {self.model!r} have {sorted(self._arrays)} here, {name!r} came{hint}")
         if not self._writable:
             raise SpecMismatch(
                 f"{name!r} of {self.model!r} is memory that cannot be replaced: write to the array, or to a tensor of "
