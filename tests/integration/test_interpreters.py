@@ -317,7 +317,7 @@ def test_an_engine_of_python_3_10_torch_2_1_and_numpy_1_26_beside_this_one(tmp_p
     """MATRIX_OLD_PYTHON is the python of an environment with those, and this jurybox."""
     python = os.environ.get("MATRIX_OLD_PYTHON", "")
     if not python:
-        pytest.skip("MATRIX_OLD_PYTHON names no environment: docs/gpu.md says how to make one")
+        pytest.skip("MATRIX_OLD_PYTHON names no environment: docs/serve.md says how to make one")
     install_juror(Path(python))
     import torch
 

@@ -40,7 +40,10 @@ ROOT = Path(__file__).parents[2]
 LANGUAGES = {"bash", "console", "mermaid", "promql", "python", "text", "toml", "yaml"}
 MOST_NOT_RUN = 10  # raise this only with a reason in the page
 
-PARTS = {"benchmarks/results/photo-exploits.md": "docs/photo.md"}  # by page, the page whose files it uses
+PARTS = {  # by page, the page whose files it uses
+    "benchmarks/results/photo-exploits.md": "docs/photo.md",
+    "benchmarks/gpu/README.md": "",
+}
 
 MODELS = {
     "photo": {"factory": "jurybox.server.jurors:panel", "max_batch": 8, "rows": 64},
