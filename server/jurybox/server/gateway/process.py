@@ -23,6 +23,7 @@ from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors, refusal
+from jurybox.server.security.handshakes import WithHandshakes
 from jurybox.server.security.limits import Watch
 from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import split_host
@@ -237,10 +238,11 @@ def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
 def _loop() -> asyncio.AbstractEventLoop:
     """Return a uvloop event loop, which makes a gRPC call a tenth cheaper, or asyncio's where uvloop is missing."""
     try:
-        import uvloop
+        from uvloop import Loop
     except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+        from asyncio import SelectorEventLoop as Loop  # type: ignore[assignment]
+    loop: asyncio.AbstractEventLoop = type("Loop", (WithHandshakes, Loop), {})()
+    return loop
 
 
 def run(control_pipe: ControlPipe, ahead: Sequence[str] = ()) -> int:
