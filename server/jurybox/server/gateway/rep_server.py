@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jurybox import native
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, error_for, said
+from jurybox.server.gateway.http_server import TURN
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.security.doors import Doors, refusal
-from jurybox.server.security.limits import ANSWERS, Charge
+from jurybox.server.security.limits import ANSWERS, Charge, Limited
 from jurybox.server.security.pace import Turns
 
 _MOST_WAITING = 16  # requests of one connection; a REQ socket has one
 _TICK = 0.5  # seconds between two looks for connections that are silent
-_LOOK = 0.005  # seconds between two looks whether an answer has left
+_LOOK = 0.005  # seconds until the first look whether an answer has left; each next one is twice as late, up to _TICK
 _TURN = 64  # messages before others come first
 
 _log = logging.getLogger("jurybox.gateway.robots")
@@ -36,7 +38,7 @@ class _Request(NamedTuple):
 
 
 class Peer(Generic[T]):
-    """A connection, and the task that answers its requests in order.
+    """A connection, and the task that answers its requests in order. See `limits.Limited`.
 
     Attributes:
         state: what the server's owner keeps for it.
@@ -50,6 +52,14 @@ class Peer(Generic[T]):
         self.held = AsyncExitStack()
         self.state = server.begin(self)
         self.task = asyncio.create_task(server.serve(self))
+        self._server = server
+
+    def end_silent(self, now: float) -> None:
+        """Do nothing: the server itself ends what is silent."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._server.end(self.client)
 
 
 class RepServer(Generic[T]):
@@ -87,21 +97,27 @@ class RepServer(Generic[T]):
         self._peers: dict[bytes, Peer[T]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.TimerHandle | None = None
+        self._behind = False  # whether it reads on later, when others had their turn
 
     @property
     def busy(self) -> bool:
         """Whether a request is in progress."""
         return self._front.unsent or any(peer.busy or not peer.requests.empty() for peer in self._peers.values())
 
+    def connections(self) -> list[Limited]:
+        """Return the connections, for `limits.Watch`."""
+        return list(self._peers.values())
+
     def start(self) -> None:
         """Start serving."""
-        asyncio.get_running_loop().add_reader(self._front.fileno(), self._look)
+        self._listen()
         self._tick()
 
     async def stop(self) -> None:
         """Close all connections."""
         if self._ticking is not None:
             self._ticking.cancel()
+            self._behind = False
             asyncio.get_running_loop().remove_reader(self._front.fileno())
         for client in list(self._peers):
             self._gone(client)
@@ -114,7 +130,7 @@ class RepServer(Generic[T]):
             while True:
                 peer.busy = False
                 request = await peer.requests.get()
-                peer.busy = True
+                peer.busy, began = True, time.monotonic()
                 answers = Charge(self._budget, peer.account, ANSWERS)
                 try:
                     answer = await self._answered(peer, request.body, answers)
@@ -123,6 +139,19 @@ class RepServer(Generic[T]):
                 finally:
                     request.charge.give()
                     answers.give()
+                if not peer.requests.empty():  # a REQ socket waits for its answer
+                    await self._turns.wait(peer, min(time.monotonic() - began, TURN))
+
+    def end(self, client: bytes) -> None:
+        """Close a connection at once."""
+        self._front.end(client)
+
+    def go_on(self) -> None:
+        """See `pace.HasTurns`: read on."""
+        if self._behind:
+            self._behind = False
+            self._listen()
+            self._look()
 
     async def _answered(self, peer: Peer[T], body: bytes | None, answers: Charge) -> bytes:
         try:
@@ -140,8 +169,13 @@ class RepServer(Generic[T]):
 
     async def _left(self, peer: Peer[T]) -> None:
         """Wait until an answer has left this process, or its connection has ended."""
-        while (link := self._front.link(peer.client)) is not None and link.pending:  # noqa: ASYNC110  of native code
-            await asyncio.sleep(_LOOK)
+        pause = _LOOK
+        while (link := self._front.link(peer.client)) is not None and link.pending:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _TICK)
+
+    def _listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._front.fileno(), self._look)
 
     def _tick(self) -> None:
         self._front.forget_sent()
@@ -149,12 +183,22 @@ class RepServer(Generic[T]):
         self._ticking = asyncio.get_running_loop().call_later(_TICK, self._tick)
 
     def _look(self) -> None:
+        if self._behind:
+            return
+        began = time.monotonic()
         for _ in range(_TURN):
             if (frames := self._front.receive(len)) is None:
                 break
             self._take(frames)
-        if self._front.has_news():
-            asyncio.get_running_loop().call_soon(self._look)
+        if not self._front.has_news():
+            return
+        loop, seconds = asyncio.get_running_loop(), time.monotonic() - began
+        if self._turns.rest(self, seconds) > 0:
+            self._behind = True
+            loop.remove_reader(self._front.fileno())
+            self._turns.later(self, seconds)
+        else:
+            loop.call_soon(self._look)
 
     def _take(self, frames: list[Any]) -> None:
         """Queue a message for its connection's task: the client, an empty frame and the body."""
@@ -165,7 +209,11 @@ class RepServer(Generic[T]):
         peer = self._peers.get(client)
         if peer is None:
             peer = self._peers[client] = Peer(self, client, account)
-        self._turns.heard(peer)
+        if peer.requests.empty():
+            self._turns.heard(peer)
+        elif peer.requests.qsize() >= _MOST_WAITING and (link := self._front.link(client)) is not None and link.pending:
+            self.end(client)  # it reads no answers, and refusals would pile up, too
+            return
         charge = Charge(self._budget, account)
         try:
             if peer.requests.qsize() >= _MOST_WAITING:

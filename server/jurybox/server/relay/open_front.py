@@ -134,6 +134,11 @@ class OpenFront:
         connection = self._named.get(client)
         return None if connection is None else connection.account
 
+    def end(self, client: bytes) -> None:
+        """Close a client's connection at once."""
+        if (connection := self._named.get(client)) is not None:
+            self._end(connection)
+
     def give_first(self, client: bytes, take_in: Callable[[], object]) -> None:
         """Set a function to call before a client's messages are delivered; it may take the first ones from the link."""
         if (connection := self._named.get(client)) is not None:

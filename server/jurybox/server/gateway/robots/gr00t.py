@@ -29,7 +29,7 @@ from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation, modality_document
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import Episode
-from jurybox.server.security.limits import ROBOTS
+from jurybox.server.security.limits import ROBOTS, Limited
 from jurybox.server.settings.endpoints import listen
 
 _PONG = {"status": "ok", "message": "Server is running"}
@@ -69,6 +69,10 @@ class Gr00tDoor(RobotDoor):
     def busy(self) -> bool:
         """Whether a request is in progress."""
         return self._server.busy
+
+    def connections(self) -> list[Limited]:
+        """See `RobotDoor.connections`."""
+        return self._server.connections()
 
     async def start(self) -> None:
         """See `RobotDoor.start`."""
