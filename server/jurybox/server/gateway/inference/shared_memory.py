@@ -28,6 +28,7 @@ from jurybox.server.security.access import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects; JURYBOX_SHM_DIR applies only to our own files
 _KEY = re.compile(r"/?[^/\0]{1,254}")
+_MOST_NAMED = 255  # characters of a region's name, which is kept when its request is answered
 _MOST_REGIONS = 256  # each in POSIX shared memory is an open file; a process may have about a thousand
 
 
@@ -67,9 +68,10 @@ class Registry(Generic[R]):
         return [self._named(name)] if name else list(self._regions.values())
 
     def _require_free(self, name: str) -> None:
-        if not name or name in self._regions:
-            what = f"region {name!r} is registered already: unregister it first" if name else "a region needs a name"
-            raise Refused(what, Code.MALFORMED)
+        if not 0 < len(name) <= _MOST_NAMED:
+            raise Refused(f"a region's name has 1 to {_MOST_NAMED} characters, {len(name)} came", Code.MALFORMED)
+        if name in self._regions:
+            raise Refused(f"region {name!r} is registered already: unregister it first", Code.MALFORMED)
 
     def _require_room(self) -> None:
         if len(self._regions) >= _MOST_REGIONS:
@@ -97,7 +99,9 @@ class Registry(Generic[R]):
     def _named(self, name: str) -> R:
         if name not in self._regions:
             there = ", ".join(sorted(self._regions)[:20]) or "none"
-            raise Refused(f"no {self._kind} {name!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND)
+            raise Refused(
+                f"no {self._kind} {plain(name, 80)!r} is registered; there are: {there}", Code.MODEL_NOT_FOUND
+            )
         return self._regions[name]
 
 
