@@ -160,3 +160,36 @@ async def test_there_is_a_bound_to_the_watchers(source, monkeypatch):
         broadcast.require_room()
     await stream.aclose()
     broadcast.require_room()
+
+
+async def test_all_who_scrape_at_once_get_one_text_that_is_not_older_than_their_request(http, monkeypatch):
+    """A scrape takes as long as twenty other requests, so a flood of them is not answered one by one."""
+    begun, asked = [], []
+
+    def slow(snapshot, accept):
+        begun.append(len(asked))
+        return b"metrics", accept or "text/plain"
+
+    monkeypatch.setattr(live, "exposition", slow)
+
+    async def scrape(accept):
+        asked.append(accept)
+        number = len(asked)
+        answer = await http.get("/metrics", headers={"Accept": accept})
+        assert answer.content == b"metrics" and answer.headers["content-type"].startswith(accept)
+        assert begun[-1] >= number, "it began after it was asked for"
+
+    openmetrics, text = "application/openmetrics-text", "text/plain"
+    await asyncio.gather(*(scrape(accept) for accept in [text, openmetrics] * 20))
+    assert len(begun) <= 6
+    await scrape(text)
+    await scrape(text)
+    assert len(begun) >= 4
+
+
+async def test_a_scrape_that_fails_fails_for_all_who_wait_and_not_for_the_next(http, source):
+    source.error = ServerGone("the server is gone")
+    answers = await asyncio.gather(*(http.get("/metrics") for _ in range(5)))
+    assert {answer.status_code for answer in answers} == {503}
+    source.error = None
+    assert (await http.get("/metrics")).status_code == 200

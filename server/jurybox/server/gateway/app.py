@@ -26,6 +26,7 @@ from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.inference.lanes import MOMENT, SOON, Lanes
 from jurybox.server.gateway.live import Document, StatusSource, Watching
 from jurybox.server.security.doors import RETRY_AFTER
+from jurybox.server.security.pace import Turns
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.robots.counters import PortCounters
@@ -255,6 +256,7 @@ def create_app(
     ports: Mapping[str, PortCounters] | None = None,
     timeouts: Mapping[str, int] | None = None,
     budget: native.Budget | None = None,
+    turns: Turns | None = None,
 ) -> FastAPI:
     """Create the application over a source of the server's status.
 
@@ -265,6 +267,7 @@ def create_app(
         ports: the counters of each port for robots, by name.
         timeouts: the number of requests that were not answered in time, by model.
         budget: what the process holds for its clients.
+        turns: of the process's doors.
     """
     app = FastAPI(
         title="Jurybox",
@@ -339,7 +342,7 @@ def create_app(
         """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = Watching(source, ports, timeouts, budget)
+    app.state.watching = Watching(source, ports, timeouts, budget, turns)
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

@@ -16,8 +16,9 @@ from fastapi.responses import StreamingResponse
 from jurybox import native
 from jurybox.client import Error, Server, ServerGone, Timeout, connect
 from jurybox.protocol.errors import Code, Refused, said
-from jurybox.server.gateway.metrics import exposition
+from jurybox.server.gateway.metrics import exposition, format_of
 from jurybox.server.security.http import HEAD
+from jurybox.server.security.pace import Turns
 from jurybox.server.watch.history import History
 from jurybox.server.watch.sample import ScoreboardReader, Snapshot
 
@@ -135,6 +136,7 @@ class Watching:
         ports: the counters of each port for robots, by name.
         timeouts: the number of requests that were not answered in time, by model.
         budget: what the process holds for its clients.
+        turns: of the process's doors.
 
     Attributes:
         router: the routes, for an application to include.
@@ -146,8 +148,10 @@ class Watching:
         ports: Mapping[str, PortCounters] | None = None,
         timeouts: Mapping[str, int] | None = None,
         budget: native.Budget | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._watch = Watch(source, ports, timeouts, budget)
+        self._scrapes = Scrapes(self._watch, turns or Turns())
         self._broadcast = Broadcast(self._watch)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._metrics, response_class=Response, summary="For Prometheus")
@@ -158,6 +162,7 @@ class Watching:
     def close(self) -> None:
         """End all streams and close the scoreboard."""
         self._broadcast.close()
+        self._scrapes.close()
         self._watch.close()
 
     def _serve(self, path: str, file: Path, media_type: str) -> None:
@@ -170,7 +175,7 @@ class Watching:
 
     async def _metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus's text format, or in OpenMetrics format where that is accepted."""
-        body, content_type = exposition(await self._watch.snapshot(), request.headers.get("accept", ""))
+        body, content_type = await self._scrapes.scrape(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
 
     async def _events(self, request: Request) -> Response:
@@ -238,6 +243,47 @@ class Watch:
     def close(self) -> None:
         """Close the scoreboard."""
         self._reader.close()
+
+
+class Scrapes:
+    """The metrics as text, which takes as long as twenty other requests: all who ask meanwhile get the next one."""
+
+    def __init__(self, watch: Watch, turns: Turns) -> None:
+        self._watch = watch
+        self._turns = turns
+        self._next: dict[str, asyncio.Task[tuple[bytes, str]]] = {}  # by content type; none of them has begun
+        self._took, self._ended = 0.0, float("-inf")  # the last one: seconds, and when (s of the monotonic clock)
+
+    async def scrape(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics as they are now or later, and their content type. Raises the errors of `Watch.snapshot`.
+
+        Args:
+            accept: the value of a request's Accept header.
+        """
+        content_type = format_of(accept)
+        if (text := self._next.get(content_type)) is None:
+            text = self._next[content_type] = asyncio.create_task(self._text(content_type, accept))
+            text.add_done_callback(lambda done: done.cancelled() or done.exception())  # all may have given up
+        return await asyncio.shield(text)
+
+    def close(self) -> None:
+        """End those that wait for their turn."""
+        for text in self._next.values():
+            text.cancel()
+
+    async def _text(self, content_type: str, accept: str) -> tuple[bytes, str]:
+        try:
+            if (owed := self._ended + self._took - time.monotonic()) > 0:
+                await self._turns.wait(self, owed)
+        finally:
+            del self._next[content_type]  # whoever asks from now on may have seen more than this one will tell
+        snapshot = await self._watch.snapshot()
+        began = time.monotonic()
+        try:
+            return exposition(snapshot, accept)
+        finally:
+            self._ended = time.monotonic()
+            self._took = self._ended - began
 
 
 class Broadcast:

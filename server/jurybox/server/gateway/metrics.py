@@ -547,6 +547,12 @@ def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
     return encode(SnapshotCollector(snapshot)), content_type
 
 
+def format_of(accept: str) -> str:
+    """Return the content type that `exposition` chooses."""
+    content_type: str = choose_encoder(accept)[1]
+    return content_type
+
+
 def _family(metric: Metric, snapshot: Snapshot) -> Family:
     name, help, labels = PREFIX + metric.name, metric.help, metric.labels
     if metric.kind is Kind.HISTOGRAM:

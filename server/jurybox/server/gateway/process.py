@@ -74,7 +74,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             routers.append(routes.paths)
         robots = _robot_doors(orders, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}
-        app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts, budget)
+        app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts, budget, turns)
         http = None
         if orders["http"]:
             whole, protocol = app if routes is None else DialectPaths(app, routes.endpoints), protocol_of(oip, doors)
