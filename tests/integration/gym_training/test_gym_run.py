@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+import urllib.request
 
+import numpy as np
 import pytest
-from tests.serving import segments
+from tests.serving import segments, serving
 
+from jurybox.training import policies
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.run import run
@@ -19,6 +23,7 @@ from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.trainings.gym import GymTraining, _audits, plan, train
 
 LINE = [sys.executable, "-m", "jurybox.training.cli", "train", "gym"]
+CORRIDOR = "tests.unit.gym_training.gym_worlds:Corridor"
 SMALL_SAC = ["--set", "batch_size = 16", "--set", "hidden = [16, 16]", "--set", "evaluation_episodes = 2"]
 SMALL_PPO = ["--n-steps", "32", "--set", "hidden = [16, 16]", "--set", "evaluation_episodes = 2"]
 
@@ -76,8 +81,9 @@ def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
     [
         pytest.param({"env": "CartPole-v1"}, marks=pytest.mark.runs),
         {"env": "tests.unit.gym_training.test_raw_observations:Sampled", "env_args": {"space": "parts"}},
+        {"env": CORRIDOR, "env_args": {"several": True}, "action_masks": True},
     ],
-    ids=["CartPole", "Dict"],
+    ids=["CartPole", "Dict", "masks"],
 )
 def test_served_and_local_policies_learn_the_same_serially(tmp_path, env) -> None:
     """The outputs are equal except for some bits, and so are the first steps; the learned weights are nearly equal."""
@@ -89,6 +95,37 @@ def test_served_and_local_policies_learn_the_same_serially(tmp_path, env) -> Non
     assert outcomes["local"].learner_steps == outcomes["served"].learner_steps == 2
     assert outcomes["local"].episodes == outcomes["served"].episodes
     assert outcomes["local"].evaluation == outcomes["served"].evaluation
+
+
+def test_a_server_answers_a_row_of_json_with_several_choices_that_the_mask_allows(tmp_path) -> None:
+    tmp_path.chmod(0o700)
+    settings = GymTraining.checked(
+        {
+            "env": CORRIDOR,
+            "env_args": {"several": True},
+            "action_masks": True,
+            "steps": 64,
+            "n_steps": 32,
+            "hidden": (8,),
+        }
+    )
+    train(settings, tmp_path / "run", serial=True)
+    loaded = policies.Policy(policies.choose(tmp_path / "run"))
+    config = tomllib.loads(policies.served_config(loaded, tmp_path / "exported", tmp_path / "run", {}).read_text())
+    models = {"policy": {**config["models"]["policy"], "exported": str(tmp_path / "exported" / "policy.pt2")}}
+    mask = np.zeros((2, 9), bool)
+    mask[[0, 0, 1, 1], [4, 8, 1, 6]] = True
+    rows = {"observation": ("INT64", [3, 0]), "action_mask": ("BOOL", mask.ravel().tolist())}
+    shapes = {"observation": [2], "action_mask": [2, 9]}
+    inputs = [{"name": name, "datatype": of, "shape": shapes[name], "data": data} for name, (of, data) in rows.items()]
+    with serving(tmp_path / "server", models, http="127.0.0.1:0") as server, server.connect(timeout=30) as client:
+        url = f"http://{client.status()['server']['http']}/v2/models/policy/infer"
+        body = json.dumps({"inputs": inputs}).encode()
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            (output,) = json.load(answer)["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("action", "INT64", [2, 2])
+    assert output["data"] == [4, 2, 1, 0]
 
 
 def test_audits_of_an_environment_are_logged_and_drawn_and_not_rewarded(tmp_path) -> None:

@@ -69,3 +69,51 @@ class Levers(gymnasium.Env):
     def step(self, action):
         assert self.action_space.contains(action), action
         return self._wanted, float((action == self._wanted).mean()), True, False, {}
+
+
+class Corridor(gymnasium.Env):
+    """Observes a place and goes on by the one allowed action of six; another ends the episode with -1. Eight places.
+
+    Args:
+        how: where its mask is: "info", "method", or "nowhere".
+        several: whether an action is two choices, of six with one allowed and of three with two.
+
+    Attributes:
+        forbidden: times that a forbidden action was taken, in this process.
+    """
+
+    forbidden = 0
+
+    def __init__(self, how: str = "info", several: bool = False) -> None:
+        self.observation_space = spaces.Discrete(8)
+        self.action_space = spaces.MultiDiscrete([6, 3]) if several else spaces.Discrete(6, start=3)
+        self._how, self._several = how, several
+        if how == "method":
+            self.action_masks = self._mask
+
+    def _mask(self):
+        mask = np.arange(6) == self._wanted
+        if self._several:
+            mask = np.concatenate((mask, np.arange(3) != self._wanted % 3))
+        return mask if self._how == "method" else mask.astype(np.int8)
+
+    def _told(self):
+        self._wanted = int(self.np_random.integers(6))
+        return {"action_mask": self._mask()} if self._how == "info" else {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._place = 0
+        return 0, self._told()
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        if self._several:
+            allowed = action[0] == self._wanted and action[1] != self._wanted % 3
+        else:
+            allowed = action - 3 == self._wanted
+        if not allowed:
+            type(self).forbidden += 1
+            return self._place, -1.0, True, False, {}
+        self._place += 1
+        return min(self._place, 7), 1.0, False, self._place == 8, self._told()

@@ -17,7 +17,7 @@ from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
-from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, GymEnvs, Observations
+from jurybox.training.environments.gymnasium_env import Actions, EnvironmentUnusable, GymEnvs, Observations
 from jurybox.training.runtime.plan import load
 from jurybox.training.spaces import ActionSpec, AgentSpec, named
 from jurybox.training.trainings.gym import GymTraining, algorithm_of, spaces_of, train
@@ -52,7 +52,8 @@ ACTIONS = {
 class Sampled(gymnasium.Env):
     """Observes samples of one of the spaces."""
 
-    def __init__(self, space, numbers=False, bounded=True, actions=None):
+    def __init__(self, space, numbers=False, bounded=True, actions=None, masks=False):
+        self._masks = masks
         self.observation_space = SPACES[space]
         bound = np.array([3, 5], np.float32) if bounded else np.array([np.inf, 5], np.float32)
         self.action_space = spaces.Box(-bound, bound) if numbers else spaces.Discrete(4, start=2)
@@ -62,12 +63,20 @@ class Sampled(gymnasium.Env):
         super().reset(seed=seed)
         self.observation_space.seed(seed)
         self.t = 0
-        return self.observation_space.sample(), {}
+        return self.observation_space.sample(), self.told()
 
     def step(self, action):
         assert self.action_space.contains(action)
         self.t += 1
-        return self.observation_space.sample(), 0.1 * self.t, False, self.t == 4, {}
+        return self.observation_space.sample(), 0.1 * self.t, False, self.t == 4, self.told()
+
+    def told(self):
+        if not self._masks:
+            return {}
+        spec = Actions(self.action_space).spec
+        mask = self.np_random.random(spec.size) < 0.5
+        mask[np.cumsum(spec.counts or (spec.size,)) - 1 - self.np_random.integers(2)] = True
+        return {"action_mask": mask}
 
 
 def trained(folder, algorithm, space, **changes):
@@ -76,6 +85,7 @@ def trained(folder, algorithm, space, **changes):
     own = {"n_steps": 8, "n_epochs": 1} if algorithm == "ppo" else {"learning_starts": 4, "buffer_size": 100}
     small = {"steps": 16, "batch_size": 4, "hidden": (8,), "evaluation_episodes": 1, "algorithm": algorithm}
     s = GymTraining.checked({**small, **own, "env": f"{__name__}:Sampled", "env_args": env_args})
+    s = s.changed(action_masks=changes.get("masks", False))
     train(s, folder, serial=True)
     return s, policies.choose(folder)
 
@@ -106,6 +116,10 @@ CASES += [
     ("ppo", "bytes", {"numbers": True, "bounded": False}),
     ("ppo", "parts", {"actions": "choices"}),
     ("ppo", "a pair", {"actions": "bits"}),
+    ("ppo", "bytes", {"masks": True}),
+    ("ppo", "parts", {"actions": "choices", "masks": True}),
+    ("dqn", "parts", {"masks": True}),
+    ("iqn", "bytes", {"masks": True}),
 ]
 
 
@@ -119,14 +133,15 @@ def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorith
     state = {name: torch.randn(value.shape, generator=drawn) * 0.2 for name, value in state.items()}
 
     # From rows, as a learner.
-    envs = GymEnvs(6, s.env, s.env_args, clips=made.chooses[1] == "clip")
+    envs = GymEnvs(6, s.env, s.env_args, clips=made.chooses[1] == "clip", masked=spec.masked)
     for number in range(6):
         envs.begin(number, number)
     observation, rows = envs.waiting()[1:]
     network = made.network()
     network.load_state_dict(state)
     with torch.inference_mode():
-        given = network(torch.from_numpy(rows))
+        masks = [torch.from_numpy(observation["action_mask"])] if spec.masked else []
+        given = network(torch.from_numpy(rows), *masks)
     each = given if isinstance(given, tuple) else (given,)
     outputs = {name: part.numpy() for name, part in zip(made.outputs, each, strict=True)}
     chosen = made.greedy(outputs)
@@ -136,7 +151,7 @@ def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorith
     worker = raw_network(make(**algorithm_of(s, spec)))
     worker.load_state_dict(state)
     with torch.inference_mode():
-        given = worker(*(torch.from_numpy(observation[leaf.name]) for leaf in spec.inputs))
+        given = worker(*(torch.from_numpy(observation[name]) for name in spec.arguments))
     for part, values in zip(given if isinstance(given, tuple) else (given,), outputs.values(), strict=True):
         np.testing.assert_allclose(part.numpy(), values, rtol=1e-4, atol=1e-5)
     served = load(found.acts.network)(**json.loads(json.dumps(found.acts.arguments)))
@@ -154,9 +169,10 @@ def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorith
     act = torch.export.load(program).module()
     with policy.environment() as env:
         for number in range(6):
-            observation, _ = env.reset(seed=number)
-            np.testing.assert_allclose(np.ravel(policy.act(observation)), np.ravel(expected[number]), atol=1e-4)
-            parts = named(observation)
+            observation, info = env.reset(seed=number)
+            action = policy.act(observation, policy.mask(env, info))
+            np.testing.assert_allclose(np.ravel(action), np.ravel(expected[number]), atol=1e-4)
+            parts = {**named(observation), **info}
             arrays = [np.asarray(parts[name], spec.dtype)[None] for name, spec in policy.inputs.items()]
             action = act(*map(torch.from_numpy, arrays))[0].numpy()
             np.testing.assert_allclose(np.ravel(action), np.ravel(expected[number]), atol=1e-4)

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.training.spaces import ContractBroken, short
+from jurybox.training.spaces import MASK, ContractBroken, converted, grouped, short
 
-__all__ = ["ContractBroken", "Diverged", "Stepped", "begun", "check_finite", "check_losses", "number", "stepped"]
+__all__ = [
+    "ContractBroken", "Diverged", "Stepped", "action_mask", "begun", "check_finite", "check_losses", "number",
+    "stepped",
+]  # fmt: skip
 
 _MOST = float(np.finfo(np.float32).max)
 _OLD = "an environment of Gym's old interface needs a wrapper, such as those of the package shimmy"
@@ -63,6 +66,40 @@ def stepped(found: Any, *, finite: bool = True) -> Stepped:
         raise ContractBroken(f"the info of a step is {short(info)}: expected a dict")
     flags = (flag(terminated, "terminated"), flag(truncated, "truncated"))
     return Stepped(observation, number(reward, "the reward", finite=finite), *flags, info)
+
+
+def action_mask(
+    env: Any, info: Mapping[str, Any], size: int, counts: tuple[int, ...] = (), *, ended: bool = False
+) -> npt.NDArray[np.bool_]:
+    """Return the actions that may be chosen, bool (size,): ``info["action_mask"]``, else ``env.action_masks()``.
+
+    Args:
+        info: of the last reset or step.
+        size: number of actions; of several choices, of all of them, side by side.
+        counts: of several choices: how many actions each has.
+        ended: whether the episode is over, so that nothing has to be allowed.
+
+    Raises:
+        ContractBroken: there is none, it has another shape, or it allows nothing.
+    """
+    what, given = f"info[{MASK!r}]", info.get(MASK)
+    if given is None:
+        what = "action_masks()"
+        try:
+            method = env.get_wrapper_attr("action_masks")
+        except AttributeError:
+            if ended:
+                return np.zeros(size, np.bool_)
+            raise ContractBroken(
+                f"there is no mask of actions: action_masks = true expects info[{MASK!r}] of reset and step, or a "
+                "method action_masks() of the environment"
+            ) from None
+        given = method()
+    found: npt.NDArray[np.bool_] = converted(given, np.bool_, (size,), what)
+    allowed = grouped(found[None].astype(np.float32), counts)[0].max(-1) if counts else found.max(keepdims=True)
+    if not ended and not (allowed > 0).all():
+        raise ContractBroken(f"{what} allows no action{' of one of the choices' * bool(counts)}: expected one or more")
+    return found
 
 
 def number(value: Any, what: str, *, finite: bool = True) -> float:

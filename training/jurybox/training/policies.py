@@ -30,11 +30,11 @@ from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
 from jurybox.training.algorithms.heads import side_by_side
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
-from jurybox.training.contract import begun, stepped
+from jurybox.training.contract import action_mask, begun, stepped
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.roles.evaluation import Episode, play_episodes
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
-from jurybox.training.spaces import StrangeObservation, converted, named
+from jurybox.training.spaces import MASK, StrangeObservation, converted, named
 
 __all__ = [
     "Acting",
@@ -370,12 +370,26 @@ class Policy:
             actions: Array = self.module(*(torch.from_numpy(np.ascontiguousarray(each)) for each in rows)).numpy()
         return actions
 
-    def act(self, observation: Any) -> Array:
-        """Compute the action for one observation of the environment. Raises PolicyError: it is not what it takes."""
+    def act(self, observation: Any, mask: Array | None = None) -> Array:
+        """Compute the action for one observation of the environment. Raises PolicyError: it is not what it takes.
+
+        Args:
+            mask: of the actions that may be chosen, of a policy with the input "action_mask" (see
+                `contract.action_mask`).
+        """
         alone = len(self.inputs) == 1 and not isinstance(observation, Mapping | tuple)
         parts = {next(iter(self.inputs)): observation} if alone else named(observation)
+        if mask is not None:
+            parts[MASK] = mask
         action: Array = self({name: np.asarray(parts[name])[None] for name in self.inputs if name in parts})[0]
         return action
+
+    def mask(self, environment: Any, info: Mapping[str, Any]) -> Array | None:
+        """Return the mask of actions that this policy takes with the next observation; None: it takes none."""
+        spec = self.found.acts.arguments.get("spec", {})
+        if not (isinstance(spec, Mapping) and spec.get("masked")):
+            return None
+        return action_mask(environment, info, self.inputs[MASK].shape[0], tuple(self.found.acts.counts))
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -495,12 +509,12 @@ def play(
     """
     drawn = torch.random.fork_rng(devices=[])  # leaves the caller's random state unchanged
     with drawn, policy.environment(changes, render=frame is not None) as environment:
-        one = _OneEnvironment(environment)
+        one = _OneEnvironment(environment, policy.mask)
 
         def chosen(waiting: Waiting) -> Array:
             if frame is not None:
                 frame(_picture(environment))
-            return policy.act(waiting.observation)[None]
+            return policy.act(waiting.observation, one.mask)[None]
 
         def over(episode: Episode) -> None:
             if frame is not None:
@@ -511,17 +525,23 @@ def play(
 
 
 class _OneEnvironment:
-    """An environment as an `Adapter`: its observation as it gives it, actions in its own unit."""
+    """An environment as an `Adapter`: its observation as it gives it, actions in its own unit.
+
+    Args:
+        mask_of: the mask of actions that is due after a reset or a step with an info; None: the policy takes none.
+    """
 
     name, bound, n, agents = "the environment", "bound them in a wrapper", 1, ("",)
 
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
+    def __init__(self, environment: Environment, mask_of: Callable[[Any, Mapping[str, Any]], Array | None]) -> None:
+        self._environment, self._mask_of = environment, mask_of
         self._seen: Any = None
+        self.mask: Array | None = None
 
     def begin(self, environment: int, seed: int) -> None:
         torch.manual_seed(seed)
-        self._seen, _ = begun(self._environment.reset(seed=seed))
+        self._seen, info = begun(self._environment.reset(seed=seed))
+        self.mask = self._mask_of(self._environment, info)
 
     def waiting(self) -> Waiting:
         return Waiting("", self._seen, np.zeros(0))
@@ -529,6 +549,8 @@ class _OneEnvironment:
     def step(self, actions: Array) -> Moved:
         action = _as_action(actions[0], getattr(self._environment, "action_space", None))
         self._seen, reward, terminated, truncated, info = stepped(self._environment.step(action))
+        if not (terminated or truncated):
+            self.mask = self._mask_of(self._environment, info)
         flags = np.array([terminated]), np.array([truncated])
         result = Result("", np.array([reward]), *flags, np.zeros(0), [info])
         return Moved([result], 1, [0] if terminated or truncated else [])

@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 _MOST = float(np.finfo(np.float32).max)
 CLIP = 10.0  # deviations; bound of normalised numbers
 ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
+MASK = "action_mask"  # name of the last input of a policy that gets masks
 
 
 class ContractBroken(ValueError):
@@ -165,8 +166,10 @@ class ActionSpec:
         found: Array = (grouped(values, self.counts) if self.counts else values).argmax(-1)
         return found
 
-    def sample(self, rng: np.random.Generator, n: int) -> Array:
-        """Draw actions evenly, (n, *shape); numbers in [-1, 1]."""
+    def sample(self, rng: np.random.Generator, n: int, mask: Array | None = None) -> Array:
+        """Draw actions evenly, (n, *shape), of those that a mask (n, size) allows; numbers in [-1, 1]."""
+        if mask is not None:
+            return self.best(np.where(mask, rng.random(mask.shape), -1.0))
         if self.counts:
             return rng.integers(self.counts, size=(n, len(self.counts)))
         if self.discrete:
@@ -188,12 +191,20 @@ class AgentSpec:
         action: what is chosen.
         normalize: whether the network normalises the numbers of observations, with statistics that it holds.
         clip: bound of normalised numbers, in standard deviations.
+        masked: whether the policy has one more, last input, "action_mask", bool (`action.size`,): the actions that may
+            be chosen. The network gives the others the lowest float32, so that nothing chooses them.
     """
 
     inputs: tuple[Leaf, ...]
     action: ActionSpec
     normalize: bool = False
     clip: float = CLIP
+    masked: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments of the policy's network, in order: the inputs, and the mask if there is one."""
+        return (*(leaf.name for leaf in self.inputs), *((MASK,) if self.masked else ()))
 
     @property
     def numbers(self) -> int:
@@ -213,9 +224,9 @@ class AgentSpec:
             action[name] = tuple(map(float, action[name]))
         for name in ("counts", "starts"):
             action[name] = tuple(action.get(name, ()))
-        return cls(
-            tuple(map(Leaf.of, document["inputs"])), ActionSpec(**action), document["normalize"], document["clip"]
-        )
+        inputs = tuple(map(Leaf.of, document["inputs"]))
+        more = {name: document[name] for name in ("normalize", "clip", "masked") if name in document}
+        return cls(inputs, ActionSpec(**action), **more)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the specification as values of JSON and TOML: "inf" and "-inf" are infinite bounds."""
@@ -223,7 +234,8 @@ class AgentSpec:
         for name in ("low", "high"):
             action[name] = [bound if math.isfinite(bound) else str(bound) for bound in action[name]]
         inputs = [leaf.as_dict() for leaf in self.inputs]
-        return {"inputs": inputs, "action": action, "normalize": self.normalize, "clip": self.clip}
+        more = {"normalize": self.normalize, "clip": self.clip, "masked": self.masked}
+        return {"inputs": inputs, "action": action, **more}
 
 
 @cache

@@ -204,6 +204,8 @@ class Algorithm(ABC):
     Class attributes:
         Settings: a subclass of `OffPolicySettings` or `OnPolicySettings`, with names, defaults and descriptions.
         kept: attributes that checkpoints hold beside the parts: numbers, or lists of them.
+        masks: whether it never chooses an action that a mask forbids (`spec.masked`): its network takes the mask as its
+            last argument, and a batch has "action_mask" and "next_action_mask".
         on_policy: whether it learns from a `Rollout` of the newest policy; else from batches of a replay.
         metrics: names of the metrics that `update` and `exploration` return.
         hidden_after_pictures: `hidden`, if it is not set, where pictures are all that is observed.
@@ -221,6 +223,7 @@ class Algorithm(ABC):
 
     Settings: ClassVar[type[AlgorithmSettings]] = OffPolicySettings
     on_policy: ClassVar[bool] = False
+    masks: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     hidden_after_pictures: ClassVar[tuple[int, ...]] = ()
     kept: ClassVar[tuple[str, ...]] = ()
@@ -231,6 +234,10 @@ class Algorithm(ABC):
         self.envs = 1
         self.alive: Callable[[], None] = lambda: None
         self.restored = self.raw = False
+        if spec.masked and not self.masks:
+            raise AlgorithmUnusable("it has no masks of actions: set action_masks = false, or take ppo, dqn or iqn")
+        if spec.masked and not spec.action.chosen:
+            raise AlgorithmUnusable("masks are of actions to choose from, and these are numbers: action_masks = false")
         self.check()
 
     # ---- what acts

@@ -23,6 +23,7 @@ from jurybox.training.algorithms.base import (
     torch,
 )
 from jurybox.training.algorithms.schedules import Schedule, ShareSchedule, at
+from jurybox.training.spaces import MASK
 
 if TYPE_CHECKING:
     from jurybox.training.algorithms.networks import QuantileValues, QValues
@@ -61,6 +62,7 @@ class DQN(Algorithm):
             names = ("exploration_fraction", "exploration_initial_eps", "exploration_final_eps")
             return dict.fromkeys(names, "exploration says how probable a random action is")
 
+    masks = True
     metrics = ("loss", "epsilon")
     kept = ("updates",)
     settings: Settings
@@ -80,7 +82,7 @@ class DQN(Algorithm):
         return "values", "best"
 
     def network(self) -> QValues | QuantileValues:
-        return networks.QValues(self.encoder(), self.spec.action.size, self.settings.hidden)
+        return networks.QValues(self.encoder(), self.spec.action.size, self.settings.hidden, masked=self.spec.masked)
 
     def epsilon(self, progress: Progress) -> float:
         """The probability of a random action."""
@@ -96,9 +98,12 @@ class DQN(Algorithm):
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         best = outputs["values"].argmax(1)
-        n, actions = outputs["values"].shape
+        n = len(best)
         # All numbers are drawn every time, so that epsilon does not affect which numbers are drawn later.
-        anything, explores = rng.integers(actions, size=n), rng.random(n) < self.epsilon(progress)
+        # The network gives forbidden actions the lowest number.
+        mask = outputs["values"] > np.finfo(np.float32).min if self.spec.masked else None
+        anything = self.spec.action.sample(rng, n, mask)
+        explores = rng.random(n) < self.epsilon(progress)
         return np.where(explores, anything, best), {}
 
     def setup(self, seed: int, device: str) -> None:
@@ -108,12 +113,20 @@ class DQN(Algorithm):
         self.optimiser = torch.optim.Adam(self.acting.parameters(), lr=at(self.settings.learning_rate, 1.0))
         self.updates = 0
 
+    def seen(self, batch: Batch, which: str = "") -> tuple[torch.Tensor, ...]:
+        """What the network takes of a batch: observations, and masks if there are any; `which` is "" or "next_"."""
+        if not self.spec.masked:
+            return (batch[f"{which}observation"],)
+        mask = batch[f"{which}{MASK}"].bool()
+        return batch[f"{which}observation"], mask | ~mask.any(1, keepdim=True)  # after an end nothing may be allowed
+
     def loss(self, batch: Batch) -> torch.Tensor:
         """The Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
-        values = self.acting(batch["observation"]).gather(1, batch["action"].long()[:, None])[:, 0]
+        values = self.acting(*self.seen(batch)).gather(1, batch["action"].long()[:, None])[:, 0]
         with torch.no_grad():
-            best = self.acting(batch["next_observation"]).argmax(1, keepdim=True)
-            following = self.target(batch["next_observation"]).gather(1, best)[:, 0]
+            seen = self.seen(batch, "next_")
+            best = self.acting(*seen).argmax(1, keepdim=True)
+            following = self.target(*seen).gather(1, best)[:, 0]
             target = batch["reward"] + batch["discount"] * following
         return torch.nn.functional.smooth_l1_loss(values, target)
 

@@ -25,7 +25,9 @@ class IQN(DQN):
     target: QuantileValues
 
     def network(self) -> QuantileValues:
-        return networks.QuantileValues(self.encoder(), self.spec.action.size, self.settings.hidden)
+        return networks.QuantileValues(
+            self.encoder(), self.spec.action.size, self.settings.hidden, masked=self.spec.masked
+        )
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
@@ -34,7 +36,7 @@ class IQN(DQN):
         chosen = batch["action"].long()[:, None, None].expand(n, networks.QUANTILES, 1)
         own = self.acting.quantiles(batch["observation"], taus).gather(2, chosen)[:, :, 0]
         with torch.no_grad():
-            best = self.acting(batch["next_observation"]).argmax(1)
+            best = self.acting(*self.seen(batch, "next_")).argmax(1)
             others = torch.rand(n, networks.QUANTILES, device=device, generator=self.generator)
             following = self.target.quantiles(batch["next_observation"], others)
             following = following.gather(2, best[:, None, None].expand(n, networks.QUANTILES, 1))[:, :, 0]

@@ -132,6 +132,16 @@ class Features(nn.Module):
             self.scale.copy_(torch.from_numpy(scale))
 
 
+def parted(seen: Sequence[Tensor], masked: bool) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Return the arguments of a network without the mask, which is the last one, and the mask."""
+    return (seen[:-1], seen[-1]) if masked else (seen, None)
+
+
+def allowed(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Values (n, actions) with the lowest number where a mask, bool (n, actions), is False."""
+    return values if mask is None else values.masked_fill(~mask, torch.finfo(values.dtype).min)
+
+
 def _convolutions(shape: Sequence[int], width: int, orthogonal: bool) -> nn.Sequential:
     layers: list[nn.Module] = [
         nn.Conv2d(shape[0], 32, 8, 4),
@@ -160,32 +170,33 @@ POLICY_QUANTILES = 32  # K there
 
 
 class QValues(nn.Module):
-    """Of DQN: rows to values (n, actions)."""
+    """Of DQN: rows to values (n, actions). If it is `masked`, the last argument is a mask, see `allowed`."""
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features, actions: int, hidden: Sequence[int], *, masked: bool = False) -> None:
         super().__init__()
-        self.features = features
+        self.features, self.masked = features, masked
         self.layers = perceptron(features.size, hidden, actions)
 
     def forward(self, *seen: Tensor) -> Tensor:
         """Action values, (n, actions)."""
-        values: Tensor = self.layers(self.features(*seen))
-        return values
+        parts, mask = parted(seen, self.masked)
+        return allowed(self.layers(self.features(*parts)), mask)
 
 
 class QuantileValues(nn.Module):
     """Of IQN (Dabney et al., 2018): rows to values (n, actions).
 
     They are means over fixed, evenly spread quantiles, without random numbers. The `quantiles` of returns are computed
-    through an embedding of their levels by cosines (section 3.1 and eq. 4 there).
+    through an embedding of their levels by cosines (section 3.1 and eq. 4 there). If it is `masked`, the last argument
+    is a mask, see `allowed`.
     """
 
     cosines: Tensor
     spread: Tensor
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features, actions: int, hidden: Sequence[int], *, masked: bool = False) -> None:
         super().__init__()
-        self.features = features
+        self.features, self.masked = features, masked
         self.seen = perceptron(features.size, hidden[:-1], hidden[-1])
         self.embedding = nn.Linear(COSINES, hidden[-1])
         self.head = perceptron(hidden[-1], hidden[-1:], actions)
@@ -199,7 +210,8 @@ class QuantileValues(nn.Module):
 
     def forward(self, *seen: Tensor) -> Tensor:
         """Action values, (n, actions)."""
-        return self._of_features(self.features(*seen), self.spread).mean(1)
+        parts, mask = parted(seen, self.masked)
+        return allowed(self._of_features(self.features(*parts), self.spread).mean(1), mask)
 
     def _of_features(self, features: Tensor, taus: Tensor) -> Tensor:
         embedded = torch.relu(self.embedding(torch.cos(taus[..., None] * self.cosines)))
@@ -315,11 +327,20 @@ class ActorCritic(nn.Module):
         features: the first layer of both networks.
         hidden: widths of the hidden layers of both.
         counts: actions of each of several choices, whose logits are side by side; empty: there is one.
+        masked: whether the last argument is a mask of actions, see `allowed`.
     """
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int], counts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        features: Features,
+        actions: int,
+        hidden: Sequence[int],
+        counts: tuple[int, ...] = (),
+        *,
+        masked: bool = False,
+    ) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts, self.masked = counts, masked
         # Small last layers: the first policy is nearly uniform, the first values nearly 0 (Andrychowicz et al. 2021,
         # "What matters for on-policy deep actor-critic methods?").
         self.actor = perceptron(features.size, hidden, actions, activation=nn.Tanh, last_gain=0.01)
@@ -328,8 +349,9 @@ class ActorCritic(nn.Module):
 
     def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (n, actions) and values (n,)."""
-        found = self.features(*seen)
-        return self.actor(found), self.critic(found).squeeze(-1)
+        parts, mask = parted(seen, self.masked)
+        found = self.features(*parts)
+        return allowed(self.actor(found), mask), self.critic(found).squeeze(-1)
 
     def value(self, observation: Tensor) -> Tensor:
         """Values (n,) alone."""
@@ -338,7 +360,7 @@ class ActorCritic(nn.Module):
 
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
-        logits, values = self(observation)
+        logits, values = self(observation, mask) if self.masked else self(observation)
         return *chosen_log_prob(logits, actions, self.counts, mask), values
 
 

@@ -151,7 +151,7 @@ class PPO(Algorithm):
             None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
         )
 
-    on_policy = True
+    on_policy = masks = True
     metrics = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
     kept = ("returns", "gradient_steps")
     acting: ActorCritic
@@ -187,7 +187,8 @@ class PPO(Algorithm):
     def network(self) -> ActorCritic:
         action, encoder = self.spec.action, self.encoder(orthogonal=True)
         if action.chosen:
-            return networks.ActorCritic(encoder, action.size, self.rules.hidden, action.counts)
+            masked = self.spec.masked
+            return networks.ActorCritic(encoder, action.size, self.rules.hidden, action.counts, masked=masked)
         return networks.GaussianActorCritic(encoder, action.size, self.rules.hidden)
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:

@@ -82,9 +82,11 @@ def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
         AlgorithmUnusable: outputs, actions or columns are others than the algorithm says and its actions need.
     """
     name, n, action = type(algorithm).__name__, len(rows), algorithm.spec.action
+    mask = np.zeros((n, action.size), np.bool_)
+    mask[:, np.cumsum(action.counts or (action.size,)) - 1] = True  # of each choice the last action alone
     network: nn.Module = algorithm.seeded(algorithm.network, 0)
     with torch.inference_mode():
-        found = network(torch.from_numpy(rows))
+        found = network(torch.from_numpy(rows), *([torch.from_numpy(mask)] if algorithm.spec.masked else []))
     tensors = found if isinstance(found, tuple) else (found,)
     if len(tensors) != len(algorithm.outputs):
         raise AlgorithmUnusable(
@@ -102,6 +104,11 @@ def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
         if action.chosen and ((found < 0) | (found >= np.array(action.counts or action.size))).any():
             most = [count - 1 for count in action.counts] or action.size - 1
             raise AlgorithmUnusable(f"{what} is {np.ravel(actions).tolist()}, expected 0 to {most}")
+        last = np.array(action.counts or action.size) - 1
+        if algorithm.spec.masked and (found != last).any():
+            raise AlgorithmUnusable(
+                f"{what} is {np.ravel(actions).tolist()}, and the mask allows {last.tolist()} alone"
+            )
     if columns.keys() != algorithm.columns.keys():
         raise AlgorithmUnusable(
             f"{name}.explore returns the columns {list(columns)}, and `columns` names {list(algorithm.columns)}"

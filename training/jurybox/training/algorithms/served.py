@@ -11,6 +11,7 @@ from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms.base import Algorithm
 from jurybox.training.algorithms.registry import make
+from jurybox.training.spaces import MASK
 
 __all__ = ["policy", "raw_network"]
 
@@ -30,5 +31,7 @@ def policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, Any])
     """
     made = make(algorithm, settings, spec)
     given = {leaf.name: TensorSpec(leaf.dtype, leaf.shape) for leaf in made.spec.inputs}
+    if made.spec.masked:
+        given[MASK] = TensorSpec("bool", (made.spec.action.size,))
     outputs = {name: TensorSpec("float32", shape) for name, shape in made.outputs.items()}
     return ServedModel(raw_network(made), given, outputs)

@@ -22,7 +22,8 @@ class Waiting(NamedTuple):
 
     Attributes:
         agent: its name; "" if there is one alone.
-        observation: (n, ...) by input, as the environments gave them; valid until the next step.
+        observation: (n, ...) by input, as the environments gave them, and "action_mask", if the policy takes masks;
+            valid until the next step.
         rows: (n, ...) the same as a replay holds it.
     """
 
@@ -39,6 +40,7 @@ class Result(NamedTuple):
         terminated, truncated: bool (n,), the agent's own episode.
         rows: (n, ...) what it observes now, as a replay holds it.
         infos: of each environment.
+        mask: bool (n, actions), of what it may choose now; None: the policy takes no masks.
     """
 
     agent: str
@@ -47,6 +49,7 @@ class Result(NamedTuple):
     truncated: npt.NDArray[np.bool_]
     rows: Array
     infos: Sequence[Mapping[str, Any]]
+    mask: Array | None = None
 
 
 class Moved(NamedTuple):

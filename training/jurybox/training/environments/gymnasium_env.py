@@ -25,10 +25,10 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.contract import ContractBroken, begun, stepped
+from jurybox.training.contract import ContractBroken, action_mask, begun, stepped
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.foreign import imported
-from jurybox.training.spaces import ActionSpec, Leaf, StrangeObservation, name_of
+from jurybox.training.spaces import MASK, ActionSpec, Leaf, StrangeObservation, name_of
 
 __all__ = [
     "Actions",
@@ -336,11 +336,11 @@ class Actions:
                 False, math.prod(space.shape), low=tuple(self._low.tolist()), high=tuple(self._high.tolist())
             )
             self._whole = np.dtype(space.dtype).kind in "iu"
-        elif isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and math.prod(space.shape):
-            bits = isinstance(space, spaces.MultiBinary)
-            counts, starts = (np.full(space.shape, 2), np.zeros(space.shape)) if bits else (space.nvec, space.start)
-            self.spec = ActionSpec.choices(*(np.ravel(each).astype(int).tolist() for each in (counts, starts)))
-            self._starts = np.array(self.spec.starts)
+        elif isinstance(space, spaces.MultiDiscrete) and space.nvec.size:
+            self.spec = ActionSpec.choices(*(np.ravel(each).astype(int).tolist() for each in (space.nvec, space.start)))
+        elif isinstance(space, spaces.MultiBinary):
+            bits = int(np.prod(space.shape))
+            self.spec = ActionSpec.choices([2] * bits, [0] * bits)
         else:
             raise EnvironmentUnusable(
                 f"the action space is {space}: expected Box, Discrete, MultiDiscrete or MultiBinary, which is what the "
@@ -361,7 +361,7 @@ class Actions:
     def _numbered(self, action: Any) -> Any:
         if self.spec.discrete:
             return self.spec.start + int(action)
-        return (self._starts + action).astype(self._space.dtype).reshape(self._space.shape)
+        return (np.array(self.spec.starts) + action).astype(self._space.dtype).reshape(self._space.shape)
 
     def _box(self, numbers: npt.NDArray[np.float64]) -> Array:
         assert isinstance(self._space, spaces.Box)
@@ -403,6 +403,7 @@ class GymEnvs:
         env, env_args, max_episode_steps: see `make_environment`.
         clips: whether numbers are actions in the environment's own unit, cut off at their bounds; else they are in
             [-1, 1], and scaled.
+        masked: whether masks of actions are observed, see `contract.action_mask`.
 
     Attributes:
         to_env: the environment's action for one that an algorithm chooses.
@@ -415,7 +416,14 @@ class GymEnvs:
     bound = "set max_episode_steps, which bounds them (as high as you like)"
 
     def __init__(
-        self, n: int, env: str, env_args: Mapping[str, Any], max_episode_steps: int | None = None, *, clips: bool
+        self,
+        n: int,
+        env: str,
+        env_args: Mapping[str, Any],
+        max_episode_steps: int | None = None,
+        *,
+        clips: bool,
+        masked: bool = False,
     ) -> None:
         self.n, self.name = n, env
         with ExitStack() as undo:
@@ -426,15 +434,19 @@ class GymEnvs:
             self._observations = Observations(self.envs[0].observation_space)
             actions = Actions(self.envs[0].action_space)
             self._resources = undo.pop_all()
-        self.to_env = actions.clipped if clips else actions.chosen
+        self.to_env, self._spec = actions.clipped if clips else actions.chosen, actions.spec
         seen = self._observations.seen
         self._rows = np.zeros((n, seen.size), seen.dtype)
         self._inputs = {leaf.name: np.zeros((n, *leaf.shape), leaf.dtype) for leaf in seen.inputs}
+        self._masks = np.zeros((n, actions.spec.size), np.bool_) if masked else None
+        if self._masks is not None:
+            self._inputs[MASK] = self._masks
         self._running = np.zeros(n, np.bool_)
 
     def begin(self, environment: int, seed: int) -> None:
         """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
-        self._observe(environment, begun(_foreign(self.envs[environment].reset, seed=seed))[0])
+        observation, info = begun(_foreign(self.envs[environment].reset, seed=seed))
+        self._observe(environment, observation, info)
         self._running[environment] = True
 
     def waiting(self) -> Waiting:
@@ -451,18 +463,22 @@ class GymEnvs:
             observation, reward[number], terminated[number], truncated[number], infos[number] = stepped(
                 _foreign(self.envs[number].step, action)
             )
-            self._observe(number, observation)
+            self._observe(number, observation, infos[number], ended=bool(terminated[number] or truncated[number]))
         ended = terminated | truncated
         self._running &= ~ended
-        result = Result("", reward, terminated, truncated, self._rows.copy(), infos)
+        mask = None if self._masks is None else self._masks.copy()
+        result = Result("", reward, terminated, truncated, self._rows.copy(), infos, mask)
         return Moved((result,), len(running), np.flatnonzero(ended).tolist())
 
     def close(self) -> None:
         """Close the environments."""
         self._resources.close()
 
-    def _observe(self, number: int, observation: Any) -> None:
+    def _observe(self, number: int, observation: Any, info: Mapping[str, Any], *, ended: bool = False) -> None:
         found = self._observations.inputs(observation)
         for name, value in found.items():
             self._inputs[name][number] = value
         self._rows[number] = self._observations.packed(found)
+        if self._masks is not None:
+            env, spec = self.envs[number], self._spec
+            self._masks[number] = _foreign(action_mask, env, info, spec.size, spec.counts, ended=ended)

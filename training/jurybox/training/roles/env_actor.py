@@ -14,6 +14,7 @@ from jurybox.training.roles.policy_client import Player, players
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Actor, RoleContext
+from jurybox.training.spaces import MASK
 
 _STEP_BITS = 40  # low bits of a step's number; the bits above are its incarnation
 
@@ -92,7 +93,8 @@ class EnvActor(Actor):
             self.context.metrics(**explores)
         columns: Arrays = {}
         if progress.env_steps < self._random_until:
-            chosen = algorithm.spec.action.sample(self._random, self._adapter.n)
+            mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
+            chosen = algorithm.spec.action.sample(self._random, self._adapter.n, mask)
         else:
             outputs = policy.outputs(waiting.observation)
             chosen, columns = algorithm.explore(outputs, self._random, progress)
@@ -151,6 +153,8 @@ class _Recorder:
     def acted(self, waiting: Waiting, action: Array, columns: Arrays) -> None:
         """Keep an action until its result is known."""
         self._row = {"observation": waiting.rows, "action": action, **columns}
+        if self.player.algorithm.spec.masked:
+            self._row[MASK] = waiting.observation[MASK].copy()
         if self.player.algorithm.on_policy:
             self._row["updates"] = np.full(len(action), self.player.policy.updates)
 
@@ -167,5 +171,6 @@ class _Recorder:
             self.t += 1
             if not self.player.algorithm.on_policy:
                 for number in np.flatnonzero(result.truncated & ~result.terminated).tolist():
-                    self._streams.end(number, observation=result.rows[number])
+                    mask = {} if result.mask is None else {MASK: result.mask[number]}
+                    self._streams.end(number, observation=result.rows[number], **mask)
         self.t[ended] += 1  # an agent may come back in the same episode of the environment

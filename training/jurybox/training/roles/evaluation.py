@@ -14,6 +14,7 @@ from jurybox.training.environments.adapter import Adapter, Waiting
 from jurybox.training.roles.policy_client import players
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Evaluator, RoleContext
+from jurybox.training.spaces import MASK
 
 __all__ = ["EnvEvaluator", "Episode", "play_episodes"]
 
@@ -160,4 +161,6 @@ class EnvEvaluator(Evaluator):
         return algorithm.explore(outputs, self._rng, Progress(1, 1))[0] if self._explores else algorithm.greedy(outputs)
 
     def _random(self, waiting: Waiting) -> Array:
-        return self._players[waiting.agent].algorithm.spec.action.sample(self._rng, self._adapter.n)
+        spec = self._players[waiting.agent].algorithm.spec
+        mask = waiting.observation.get(MASK) if spec.masked else None
+        return spec.action.sample(self._rng, self._adapter.n, mask)

@@ -16,7 +16,7 @@ class LocalPolicy:
     def __init__(self, context: RoleContext, channel: str, algorithm: Algorithm) -> None:
         torch.set_num_threads(context.spec.threads)
         self._network = raw_network(algorithm).requires_grad_(False)
-        self._inputs = [leaf.name for leaf in algorithm.spec.inputs]
+        self._inputs = algorithm.spec.arguments
         self._outputs = tuple(algorithm.outputs)
         self._weights = TorchWeights(context.reader(channel), self._network)
         context.follow(channel, self._weights)

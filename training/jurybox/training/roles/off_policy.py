@@ -13,6 +13,7 @@ from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.roles.learner import AlgorithmLearner
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.spaces import MASK
 
 _REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
 _UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
@@ -52,11 +53,10 @@ class OffPolicyLearner(AlgorithmLearner):
         self._first, self._device = first, str(options.get("device", "cpu"))
         self._beta, self._anchor_ratio, self._anchor_first = beta, anchor_ratio, anchor_first
         self._augment: Callable[[Batch], Batch] | None = None if augment is None else load(augment)
-        windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=("observation",))
+        following = ("observation", MASK) if self.algorithm.spec.masked else ("observation",)
+        windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following)
         if stack is not None:
-            windows = Windows(
-                n_step=s.n_steps, gamma=s.gamma, next=("observation",), stack=stack, stacked=("observation",)
-            )
+            windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following, stack=stack, stacked=("observation",))
         self._batch = self.replay.batch(s.batch_size, windows, pinned=self._device != "cpu")
         self._on_device = BatchOnDevice(self._batch, self._device)
 

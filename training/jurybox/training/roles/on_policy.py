@@ -13,6 +13,7 @@ from jurybox.training.replay import Field
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.roles.learner import AlgorithmLearner
 from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.spaces import MASK
 
 COLUMNS: Mapping[str, Field] = {
     "ended": Field((), "bool"),  # the episode, however
@@ -135,4 +136,5 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
         ended=shaped(ended),
         next_value=shaped(final),
         last_value=np.zeros(columns, np.float32),
+        mask=shaped(rows[MASK].astype(np.bool_)) if MASK in rows else None,
     )

@@ -46,7 +46,7 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
-from jurybox.training.spaces import AgentSpec
+from jurybox.training.spaces import MASK, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ class GymTraining(ServedSettings):
     device: str = Field("cpu", description="Device of the learner.")
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
+    )
+    action_masks: bool = Field(
+        False, description='Choose only actions that info["action_mask"] or the environment\'s action_masks() allows.'
     )
     max_lag: int = Field(_LAG, ge=0, description="Publications by which a served policy's answers may lag.")
     evaluate_every: int | None = Field(
@@ -240,7 +243,12 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
         raise ConfigError(str(error)) from error
     if settings.normalize_observations and not seen.numbers:
         raise ConfigError("normalize_observations: these observations are pictures, and have no numbers to normalise")
-    spec = AgentSpec(seen.inputs, action, settings.normalize_observations)
+    if settings.action_masks and any(leaf.name == MASK for leaf in seen.inputs):
+        raise ConfigError(
+            f"action_masks: the observation has a part {MASK!r}, which is the name of the input for masks: return it "
+            "in info instead, or rename it"
+        )
+    spec = AgentSpec(seen.inputs, action, settings.normalize_observations, settings.action_masks)
     try:
         make(**algorithm_of(settings, spec))
     except AlgorithmUnusable as error:
@@ -262,12 +270,14 @@ def algorithm_of(settings: GymTraining, spec: AgentSpec) -> dict[str, Any]:
 def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
     """Return the fields of the replay."""
     action = algorithm.spec.action
-    stored = "bits" if seen.binary and not algorithm.on_policy else None
+    packed = None if algorithm.on_policy else "bits"  # a cursor takes rows as they are stored
+    stored = packed if seen.binary else None
     found = {
         "observation": Column((seen.size,), seen.dtype, stored=stored),
         "action": Column(action.shape, action.dtype),
         "reward": Column(),
         "terminated": Column((), "bool"),
+        **({MASK: Column((action.size,), "bool", stored=packed)} if algorithm.spec.masked else {}),
         **{name: Column(shape) for name, shape in algorithm.columns.items()},
     }
     if algorithm.on_policy:
@@ -298,7 +308,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")}
     played = {
         "adapter": _ADAPTER,
-        "arguments": {**arguments, "clips": algorithm.chooses[1] == "clip"},
+        "arguments": {**arguments, "clips": algorithm.chooses[1] == "clip", "masked": spec.masked},
         "policies": {"": NAME},
         "algorithms": {NAME: made_of},
     }
