@@ -10,7 +10,10 @@ from gymnasium import spaces
 class Mixed(gymnasium.Env):
     """Observes a number and two bits; repeating the bit is rewarded. Terminated or truncated after five steps."""
 
-    def __init__(self, numbers: bool = False, picture: bool = False, terminates: bool = False) -> None:
+    def __init__(
+        self, numbers: bool = False, picture: bool = False, terminates: bool = False, scale: float = 1.0
+    ) -> None:
+        self._scale = scale
         self.observation_space = spaces.Dict(
             {
                 "bit": spaces.Discrete(2),
@@ -31,7 +34,7 @@ class Mixed(gymnasium.Env):
         paid = -abs(float(action[0]) - (3.0 if wanted else -1.0)) if self._numbers else float(action == wanted)
         self._steps += 1
         over = self._steps == 5
-        return self._see(), paid, over and self._terminates, over and not self._terminates, {}
+        return self._see(), self._scale * paid, over and self._terminates, over and not self._terminates, {}
 
     def _see(self):
         self._bit = int(self.np_random.integers(2))

@@ -16,7 +16,7 @@ from tests.unit.algorithms.acting import acting_network, algorithm, spec_of
 from jurybox.training.algorithms.base import Progress, Update
 from jurybox.training.algorithms.heads import log_softmax
 from jurybox.training.algorithms.networks import features_of
-from jurybox.training.algorithms.ppo import advantages_of
+from jurybox.training.algorithms.ppo import PPO, advantages_of
 from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
@@ -205,14 +205,16 @@ def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
         made.algorithm = algorithm("ppo", spec_of(1, (), True, True, 2), hidden=(8,))
         made.algorithm.setup(0, "cpu")
         made._features, made._normaliser = features_of(made.algorithm.acting), Normaliser(1)
-        made.updates = 0
+        made.updates, made._returns = 0, Normaliser(1)
         return made
 
     before, after, rng = learner(), learner(), np.random.default_rng(0)
     before.see(rng.normal(0, 10, (5000, 1)).astype(np.float32))
+    before.see_returns(rng.normal(3, 7, 500))
     network, extra = before.publication()
     state = {name: value.numpy().copy() for name, value in network.state_dict().items()}
     after.adopt(SimpleNamespace(read=lambda: (state, 1, extra)))
+    assert after.scaled(np.ones(1)) == before.scaled(np.ones(1)) != 1.0
     rollout = rng.normal(30, 0.5, (100, 1)).astype(np.float32)
     for each in (before, after):
         each.see(rollout)
@@ -467,7 +469,7 @@ def test_schedules_are_metrics_and_go_on_where_a_resumed_run_goes_on(tmp_path, m
 def test_a_resumed_run_makes_the_steps_of_one_without_a_stop_and_depends_on_its_checkpoint_alone(
     tmp_path, algorithm
 ) -> None:
-    s = settings(algorithm, normalize_observations=True)
+    s = settings(algorithm, normalize_observations=True, normalize_rewards=True)
     whole = train(s, tmp_path / "whole", serial=True)
     train(s.changed(steps=24), tmp_path / "one", serial=True)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -489,6 +491,40 @@ def test_pictures_and_numbers_together_are_learned_from(tmp_path, algorithm) -> 
     assert {name: tuple(value.shape) for name, value in made.state_dict().items()} == {
         name: value.shape for name, value in weights(tmp_path / "run").items()
     }
+
+
+@pytest.mark.parametrize("algorithm", SMALL)
+def test_the_unit_of_normalised_rewards_does_not_matter(tmp_path, algorithm) -> None:
+    found = []
+    for scale, normal in ((1.0, True), (1024.0, True), (1.0, False)):
+        s = settings(algorithm, env_args={**SMALL[algorithm].get("env_args", {}), "scale": scale}, evaluate_every=0)
+        s = s.changed(normalize_rewards=normal)
+        outcome = train(s, tmp_path / f"{scale} {normal}", serial=True)
+        found.append((weights(tmp_path / f"{scale} {normal}"), outcome.evaluation["eval_return"]))
+    (one, low), (other, high), (without, _) = found
+    assert all(np.array_equal(other[name], each) for name, each in one.items()), "a power of two changes no digit"
+    assert high == pytest.approx(1024 * low), "returns that are reported are the environment's own"
+    assert any(not np.array_equal(without[name], each) for name, each in one.items())
+
+
+def test_rewards_are_normalised_as_by_stable_baselines3(tmp_path, monkeypatch) -> None:
+    from stable_baselines3.common.running_mean_std import RunningMeanStd
+
+    given, update = [], PPO.update
+    monkeypatch.setattr(PPO, "update", lambda self, rollout, at: (given.append(rollout), update(self, rollout, at))[1])
+    for normal in (False, True):
+        train(settings("ppo", envs=2, gamma=0.9, normalize_rewards=normal), tmp_path / str(normal), serial=True)
+    raw, normalised = given[0], given[2]  # the first rollouts, of the same policy
+    returns, seen = np.zeros(2), []
+    for reward, ended in zip(raw.reward, raw.ended, strict=True):
+        returns = 0.9 * returns + reward
+        seen.append(returns)
+        returns = np.where(ended, 0.0, returns)
+    statistics = RunningMeanStd(epsilon=0.0, shape=())
+    statistics.update(np.concatenate(seen))
+    np.testing.assert_allclose(normalised.reward, raw.reward / np.sqrt(statistics.var + 1e-8), rtol=1e-5)
+    rows = read_metrics(tmp_path / "True" / "metrics.csv")
+    assert any(row.get("reward_scale", 0) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("bits", [False, True])

@@ -552,7 +552,7 @@ class _OneEnvironment:
         if not (terminated or truncated):
             self.mask = self._mask_of(self._environment, info)
         flags = np.array([terminated]), np.array([truncated])
-        result = Result("", np.array([reward]), *flags, np.zeros(0), [info])
+        result = Result("", np.array([reward]), flags[0], flags[1], np.zeros(0), [info])
         return Moved([result], 1, [0] if terminated or truncated else [])
 
     def close(self) -> None:

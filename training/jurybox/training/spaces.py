@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 _MOST = float(np.finfo(np.float32).max)
 CLIP = 10.0  # deviations; bound of normalised numbers
 ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
+DISCOUNTED = "discounted_return"  # column of a replay: of the episode until that step
 MASK = "action_mask"  # name of the last input of a policy that gets masks
 
 

@@ -14,7 +14,7 @@ from jurybox.training.roles.policy_client import Player, players
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Actor, RoleContext
-from jurybox.training.spaces import MASK
+from jurybox.training.spaces import DISCOUNTED, MASK
 
 _STEP_BITS = 40  # low bits of a step's number; the bits above are its incarnation
 
@@ -27,6 +27,8 @@ class EnvActor(Actor):
         n: number of environments.
         policies: by agent, the name of its policy: that of its replay and of its channel.
         algorithms: by policy, arguments of `algorithms.make`.
+        discounts: by policy, the discount factor of the returns until each step, which are recorded then
+            ("discounted_return"), so that its learner can normalise rewards.
         max_lag: publications by which a served policy's answers may lag; None: any number.
     """
 
@@ -39,6 +41,7 @@ class EnvActor(Actor):
         n: int,
         policies: Mapping[str, str],
         algorithms: Mapping[str, Mapping[str, Any]],
+        discounts: Mapping[str, float] | None = None,
         max_lag: int | None = None,
     ) -> None:
         super().__init__(context)
@@ -56,7 +59,8 @@ class EnvActor(Actor):
         self._recorders = {}
         for place, (agent, player) in enumerate(found.items()):
             streams = context.replay(policies[agent]).streams(n)
-            self._recorders[agent] = _Recorder(player, streams, first + place * n + np.arange(n), begun)
+            discount = (discounts or {}).get(policies[agent])
+            self._recorders[agent] = _Recorder(player, streams, first + place * n + np.arange(n), begun, discount)
         self._lengths = np.zeros(n, np.int64)
         self._infos: list[Mapping[str, Any]] = [{}] * n  # of each environment's last step
         self._playing = False
@@ -133,14 +137,16 @@ class _Recorder:
     Args:
         numbers: of the agent's episodes in each environment.
         begun: number of the first step.
+        discount: of the returns that are recorded; None: none are.
 
     Attributes:
         t: number of each environment's next row.
         totals: returns of the episodes so far.
     """
 
-    def __init__(self, player: Player, streams: Any, numbers: Array, begun: int) -> None:
+    def __init__(self, player: Player, streams: Any, numbers: Array, begun: int, discount: float | None) -> None:
         self.player, self._streams, self._numbers = player, streams, numbers
+        self._discount, self._discounted = discount, np.zeros(len(numbers))
         self.t = np.full(len(numbers), begun, np.int64)
         self.totals = np.zeros(len(numbers))
         self._row: dict[str, Array] | None = None  # of an action whose result is not known yet
@@ -148,7 +154,7 @@ class _Recorder:
     def begin(self, number: int) -> None:
         """An episode begins: its rows do not follow those of the previous one."""
         self.t[number] += 1
-        self.totals[number] = 0.0
+        self.totals[number] = self._discounted[number] = 0.0
 
     def acted(self, waiting: Waiting, action: Array, columns: Arrays) -> None:
         """Keep an action until its result is known."""
@@ -165,6 +171,9 @@ class _Recorder:
         row, self._row = self._row, None
         if row is not None:
             row |= {"reward": result.reward.astype(np.float32), "terminated": result.terminated}
+            if self._discount is not None:
+                self._discounted = self._discount * self._discounted + result.reward
+                row[DISCOUNTED] = self._discounted.astype(np.float32)
             if self.player.algorithm.on_policy:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}
             self._streams.add(**row)

@@ -22,6 +22,8 @@ from jurybox.training.roles.curriculum import Curriculum
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Learner, RoleContext
 
+_MOST_DEVIATIONS = 10.0  # of a normalised reward
+
 
 class AlgorithmLearner(Learner):
     """Base class of the learners of an algorithm. It publishes the acting network.
@@ -35,11 +37,15 @@ class AlgorithmLearner(Learner):
         suffix: of its metrics' names, where several learners report.
         curriculum: "make", the "module:Class" of a `Curriculum`, and its arguments; None: there is none.
         results: name of the replay that actors write the results of episodes to, for the curriculum.
+        normalize_rewards: whether rewards are divided by the running deviation of the column "discounted_return", and
+            cut off at 10 deviations, as Stable-Baselines3's VecNormalize does.
 
     Attributes:
         updates: number of updates so far.
         curriculum: what chooses the tasks of episodes, or None.
     """
+
+    _returns: Normaliser | None = None
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class AlgorithmLearner(Learner):
         suffix: str = "",
         curriculum: Mapping[str, Any] | None = None,
         results: str = "results",
+        normalize_rewards: bool = False,
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
@@ -74,6 +81,8 @@ class AlgorithmLearner(Learner):
             arguments = dict(curriculum)
             self._episodes = Cursor(context.replay(results))
             self.curriculum = load(arguments.pop("make"))(context, **arguments)
+        if normalize_rewards:
+            self._returns = Normaliser(1)
         # In a serial run this is the caller's thread, which goes on after the training.
         torch.set_flush_denormal(True)
 
@@ -91,8 +100,21 @@ class AlgorithmLearner(Learner):
             what = f"{self.name}.update returned a {type(found).__name__}"
             raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
         self.updates += 1
-        scheduled = {name: at(each, progress.remaining) for name, each in self.algorithm.settings.scheduled.items()}
-        return found._replace(metrics={**found.metrics, **scheduled}) if scheduled else found
+        told = {name: at(each, progress.remaining) for name, each in self.algorithm.settings.scheduled.items()}
+        if self._returns is not None:
+            told["reward_scale"] = float(self._returns.std[0])
+        return found._replace(metrics={**found.metrics, **told}) if told else found
+
+    def scaled(self, reward: Any) -> Any:
+        """Return rewards, an array or a tensor, in deviations of discounted returns, if that is asked for."""
+        if self._returns is None:
+            return reward
+        return (reward / float(self._returns.std[0])).clip(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
+
+    def see_returns(self, discounted: npt.NDArray[Any]) -> None:
+        """Update the deviation of discounted returns (n,)."""
+        if self._returns is not None:
+            self._returns.update(discounted.reshape(-1, 1))
 
     def tell(self, **metrics: float | torch.Tensor) -> None:
         """Report metrics under their names with the suffix."""
@@ -103,6 +125,8 @@ class AlgorithmLearner(Learner):
         extra: dict[str, Any] = {"updates": self.updates, "seen": seen}
         if self.curriculum is not None:
             extra["curriculum"] = self.curriculum.published()
+        if self._returns is not None:
+            extra["returns"] = self._returns.state_dict()
         return self.algorithm.acting, extra
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
@@ -130,6 +154,8 @@ class AlgorithmLearner(Learner):
     def save(self) -> dict[str, Any]:
         statistics = {} if self._normaliser is None else self._normaliser.state_dict()
         state = {"learner": self.algorithm.state_dict(), "statistics": statistics, "updates": self.updates}
+        if self._returns is not None:
+            state["returns"] = self._returns.state_dict()
         if self.curriculum is not None:
             state |= {"curriculum": self.curriculum.state_dict(), "episodes_at": self._episodes.at}
         return state
@@ -139,6 +165,8 @@ class AlgorithmLearner(Learner):
         self.algorithm.restored = True
         if self._normaliser is not None:
             self._normaliser.load_state_dict(state["statistics"])
+        if self._returns is not None:
+            self._returns.load_state_dict(state["returns"])
         self.updates = int(state["updates"])
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
@@ -152,6 +180,8 @@ class AlgorithmLearner(Learner):
         self.algorithm.load_published(as_tensors(state), self.updates)
         if self.curriculum is not None:
             self.curriculum.load_published(extra["curriculum"])
+        if self._returns is not None:
+            self._returns.load_state_dict(extra["returns"])
         self.adopted(extra)
 
     def adopted(self, extra: Mapping[str, Any]) -> None:

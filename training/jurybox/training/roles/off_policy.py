@@ -13,7 +13,7 @@ from jurybox.training.replay.batch import BatchOnDevice
 from jurybox.training.roles.learner import AlgorithmLearner
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import RoleContext
-from jurybox.training.spaces import MASK
+from jurybox.training.spaces import DISCOUNTED, MASK
 
 _REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
 _UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
@@ -69,12 +69,12 @@ class OffPolicyLearner(AlgorithmLearner):
         self.replay.seed(self.seed + 2 * own)
         if own % _UPDATE_EVERY == 0:
             self.follow_curriculum()
-            if self._normaliser is not None:
-                rows = _FIRST_SAMPLE_ROWS if self._normaliser.count == 0 else _SAMPLE_ROWS
-                self.see(self.replay.sample(rows, uniform=True, anchor_ratio=ratio)["observation"])
+            self._see_rows(ratio)
         self._on_device.wait()
         self.replay.sample(self._batch.n, self._batch, beta=self._beta, anchor_ratio=ratio)
         batch: Batch = self._on_device.tensors()
+        if self._returns is not None:
+            batch = {**batch, "reward": self.scaled(batch["reward"])}
         update = self.learn(batch if self._augment is None else self._augment(batch))
         if self._batch.weights is not None:
             if update.priorities is None:
@@ -85,6 +85,17 @@ class OffPolicyLearner(AlgorithmLearner):
             self.replay.update_priorities(self._batch.indices, update.priorities.cpu().numpy())
         if own % _REPORT_EVERY == _REPORT_EVERY - 1:
             self.tell(**update.metrics, **device_utilization(self._device))
+
+    def _see_rows(self, anchor_ratio: float) -> None:
+        """Update the statistics of observations and of returns with rows of the replay."""
+        if self._normaliser is not None:
+            rows = _FIRST_SAMPLE_ROWS if self._normaliser.count == 0 else _SAMPLE_ROWS
+            self.see(self.replay.sample(rows, uniform=True, anchor_ratio=anchor_ratio)["observation"])
+        if self._returns is not None:
+            # As many as were added since, so that each row counts about once.
+            rows = min(self.replay.added - self._returns.count, _FIRST_SAMPLE_ROWS)
+            if rows > 0:
+                self.see_returns(self.replay.sample(rows, uniform=True)[DISCOUNTED])
 
     def anchor_ratio(self) -> float:
         """The anchor's share of a batch: 0 until it has enough rows."""

@@ -13,7 +13,7 @@ from jurybox.training.replay import Field
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.roles.learner import AlgorithmLearner
 from jurybox.training.runtime.role_context import RoleContext
-from jurybox.training.spaces import MASK
+from jurybox.training.spaces import DISCOUNTED, MASK
 
 COLUMNS: Mapping[str, Field] = {
     "ended": Field((), "bool"),  # the episode, however
@@ -59,6 +59,9 @@ class OnPolicyLearner(AlgorithmLearner):
         if skipped:
             return
         rows, self._held = self._held, {}
+        if DISCOUNTED in rows:
+            self.see_returns(rows[DISCOUNTED])
+            rows = {**rows, "reward": self.scaled(rows["reward"])}
         update = self.learn(rollout(rows, self.algorithm))
         self.see(rows["observation"])
         self.tell(**update.metrics)

@@ -46,7 +46,7 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
-from jurybox.training.spaces import MASK, AgentSpec
+from jurybox.training.spaces import DISCOUNTED, MASK, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ class GymTraining(ServedSettings):
     device: str = Field("cpu", description="Device of the learner.")
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
+    )
+    normalize_rewards: bool = Field(
+        False, description="Divide rewards by the running deviation of discounted returns, and cut them off at 10."
     )
     action_masks: bool = Field(
         False, description='Choose only actions that info["action_mask"] or the environment\'s action_masks() allows.'
@@ -248,7 +251,7 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
             f"action_masks: the observation has a part {MASK!r}, which is the name of the input for masks: return it "
             "in info instead, or rename it"
         )
-    spec = AgentSpec(seen.inputs, action, settings.normalize_observations, settings.action_masks)
+    spec = AgentSpec(seen.inputs, action, settings.normalize_observations, masked=settings.action_masks)
     try:
         make(**algorithm_of(settings, spec))
     except AlgorithmUnusable as error:
@@ -313,12 +316,16 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         "algorithms": {NAME: made_of},
     }
     acts = {**played, "n": settings.envs_per_worker, "max_lag": 0 if on_policy else settings.max_lag}
+    acts["discounts"] = {NAME: settings.own.gamma} if settings.normalize_rewards else {}
     learner: dict[str, Any] = {"replay": NAME, "algorithm": made_of, "envs": settings.envs, "device": settings.device}
+    learner["normalize_rewards"] = settings.normalize_rewards
     try:
         acting = tried(algorithm, np.zeros((2, seen.size), seen.dtype))
     except AlgorithmUnusable as error:
         raise ConfigError(f"{settings.algorithm} is inconsistent: {error}") from error
     columns = fields(algorithm, seen)
+    if settings.normalize_rewards:
+        columns[DISCOUNTED] = Column()
     capacity = 2 * pace.collect + settings.envs
     if on_policy:
         learner["rollout"] = pace.collect
@@ -403,6 +410,8 @@ def columns(settings: GymTraining) -> tuple[str, ...]:
     audits = (f"audit_{name}" for name in settings.audit)
     losses = dict.fromkeys((*settings.uses.metrics, *settings.own.scheduled))
     counts = ("stale", "missed", "skipped") if settings.uses.on_policy else ()
+    if settings.normalize_rewards:
+        counts = ("reward_scale", *counts)
     return (*OF_EVERY_RUN, *losses, *counts, "eval_return", "eval_return_std", "eval_length", *audits)
 
 
