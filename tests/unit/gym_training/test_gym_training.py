@@ -65,6 +65,7 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
     import stable_baselines3
 
     ours_alone = {"exploration", "hidden", "publish_interval", "max_ahead", "action_noise", "buffer_size"}
+    ours_alone |= {"critic_learning_rate", "pre_tanh_penalty", "reward_scale"}  # of td3, off by default
     policy = {"policy_delay", "target_policy_noise", "target_noise_clip"}
     for name in ("ppo", "dqn", "td3", "sac"):
         made = inspect.signature(getattr(stable_baselines3, name.upper()).__init__).parameters
@@ -328,7 +329,7 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -
     made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None, plan=planned)
     made.seed = made.updates = 0
     made._normaliser, made._batch = None, SimpleNamespace(n=4, weights=None)
-    made._augment = made.curriculum = None
+    made._augment = None
     made._beta, made._anchor_ratio, made._device = 0.4, 0.25, "cuda:1"
     made._on_device = BatchOnDevice.__new__(BatchOnDevice)
     made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()

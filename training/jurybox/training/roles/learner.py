@@ -46,6 +46,7 @@ class AlgorithmLearner(Learner):
     """
 
     _returns: Normaliser | None = None
+    curriculum: Curriculum | None = None
 
     def __init__(
         self,
@@ -76,7 +77,6 @@ class AlgorithmLearner(Learner):
             raise AlgorithmUnusable(f"{self.name}.setup has not set `acting`, the network that is published")
         self._features = features_of(*(part for part in made.parts().values() if isinstance(part, nn.Module)))
         self._normaliser = Normaliser(made.spec.numbers) if made.spec.normalize else None
-        self.curriculum: Curriculum | None = None
         if curriculum is not None:
             arguments = dict(curriculum)
             self._episodes = Cursor(context.replay(results))
