@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -71,3 +73,10 @@ def test_a_server_that_never_takes_new_weights_is_an_error(monkeypatch) -> None:
     channel.publish()
     with pytest.raises(StaleAnswers, match="with version 1 .* long after version 2 was published"):
         policy.outputs({})
+
+
+def test_what_acts_with_a_served_policy_needs_no_torch() -> None:
+    modules = ("roles.env_actor", "roles.served_policy", "environments.gymnasium_env", "environments.pettingzoo_env")
+    imports = "; ".join(f"import jurybox.training.{module}" for module in modules)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

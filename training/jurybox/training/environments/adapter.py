@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Adapter", "Moved", "Result", "Waiting"]
-
 Array = npt.NDArray[Any]
 
 

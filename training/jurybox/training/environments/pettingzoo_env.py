@@ -24,8 +24,6 @@ from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf, StrangeObservation, converted, short
 
-__all__ = ["AgentSpaces", "ObservationEncoder", "World", "WorldError", "agent_spaces", "check_names", "make_world"]
-
 Observation = npt.NDArray[Any]
 
 _LONGEST_NAME, _FORBIDDEN = 60, frozenset("/+*\0\n")

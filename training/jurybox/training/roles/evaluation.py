@@ -16,8 +16,6 @@ from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Evaluator, RoleContext
 from jurybox.training.spaces import MASK
 
-__all__ = ["EnvEvaluator", "Episode", "play_episodes"]
-
 Chooses = Callable[[Waiting], Array]
 
 _SEED = 1_000_003  # makes the episodes of evaluations different from those of the training

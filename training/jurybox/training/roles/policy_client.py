@@ -10,8 +10,6 @@ from jurybox.training.algorithms.registry import make
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 
-__all__ = ["Player", "PolicyClient", "players", "policy_client"]
-
 
 class PolicyClient(Protocol):
     """A policy with the newest published weights, or slightly older ones."""
