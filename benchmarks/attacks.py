@@ -48,12 +48,18 @@ MODELS = {
     "big": {"factory": "tests.models:big", "max_batch": 8, "rows": 32},  # 2.3 MiB of output a row
     "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 64, "rows": 128},
     "seen": {"factory": "tests.robot_models:seen", "max_batch": 32},
+    "by_part": {"factory": "tests.robot_models:by_part", "max_batch": 32},
 }
 ROBOTS = """
 [robots.arm]
 model = "seen"
 listen = "127.0.0.1:0"
 clients = 48
+
+[robots.hand]
+model = "by_part"
+speaks = "gr00t"
+listen = "127.0.0.1:0"
 """
 DIALECTS = {"flow_grpo": {"model": "brightness", "output": "score"}}
 
@@ -196,14 +202,47 @@ def empty_messages(told: dict[str, str], until: float) -> None:
     again(until, attack)
 
 
+def greeted(where: str, kind: bytes, identity: bytes) -> socket.socket:
+    """Return a connection of a ZeroMQ socket of this kind."""
+    made = joined(where)
+    body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    body += b"\x08Identity" + struct.pack(">I", len(identity)) + identity
+    made.sendall(b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48) + bytes([4, len(body)]) + body)
+    return made
+
+
 def announced_messages(told: dict[str, str], until: float) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48)
     for i in range(100):
-        identity = b"Rhalf%d" % i
-        body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-        body += b"\x08Identity" + struct.pack(">I", len(identity)) + identity
-        announced = b"\x02" + struct.pack(">Q", 64 * MIB) + bytes(700_000)
-        joined(told["tcp"]).sendall(greeting + bytes([4, len(body)]) + body + announced)
+        peer = greeted(told["tcp"], b"DEALER", b"Rhalf%d" % i)
+        peer.sendall(b"\x02" + struct.pack(">Q", 64 * MIB) + bytes(700_000))
+    time.sleep(max(0.0, until - time.monotonic()))
+
+
+def one_name(told: dict[str, str], until: float) -> None:
+    for _ in range(4096):
+        with contextlib.suppress(OSError):
+            greeted(told["tcp"], b"DEALER", b"Rsame")
+    time.sleep(max(0.0, until - time.monotonic()))
+
+
+def unread_robots(told: dict[str, Any], until: float) -> None:
+    many = (b"\x01\0\0\x0f" + b"\x81\xa8endpoint\xa4ping") * 300
+
+    def attack() -> None:
+        peers = [greeted(told["robots"]["hand"], b"REQ", b"") for _ in range(100)]
+        while time.monotonic() < until:
+            for peer in peers:
+                peer.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    peer.send(many)
+            time.sleep(0.01)
+
+    again(until, attack)
+
+
+def unread_scrapes(told: dict[str, str], until: float) -> None:
+    for peer in [joined(told["http"]) for _ in range(300)]:
+        peer.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 30)
     time.sleep(max(0.0, until - time.monotonic()))
 
 
@@ -323,12 +362,15 @@ ATTACKS: dict[str, tuple[str, Callable[[dict[str, str], float], None]]] = {
     "empty gRPC messages without end": ("gateway", empty_messages),
     "100 messages of 64 MiB announced to the relay": ("relay", announced_messages),
     "4,096 connections that do nothing": ("gateway", idle_connections),
+    "4,096 connections of one name to the relay": ("relay", one_name),
+    "300 HTTP connections that read no metrics": ("gateway", unread_scrapes),
     "200 HTTP connections that pipeline 50 GETs": ("gateway", pipelined_requests),
     "one uploader of bodies of 60 MiB": ("gateway", uploads),
     "two uploaders of bodies of 60 MiB": ("gateway", partial(uploads, many=2)),
     "40 uploads of a few bytes a second": ("gateway", slow_uploads),
     "40 robots' frames of 60 MiB that never end": ("gateway", unfinished_frames),
     "4 robots that send small frames and pings without end": ("gateway", small_frames),
+    "100 robots of GR00T that ask on and on and read nothing": ("gateway", unread_robots),
 }
 
 
@@ -411,7 +453,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table to docs/security.md")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="attacks whose name contains this; only their rows are written")
     options = parser.parse_args()
     bound, load = most_held(64 * MIB) // MIB, os.getloadavg()[0]
