@@ -259,7 +259,7 @@ class OpenFront:
                         self._epoll.unregister(self._listener.fileno())
                     return
                 continue  # the client is gone already
-            if len(self._connections) >= RELAY_CONNECTIONS:
+            if len(self._connections) >= RELAY_CONNECTIONS and not self._make_room():
                 made.close()
                 continue
             try:
@@ -271,6 +271,15 @@ class OpenFront:
                 continue
             self._connections[connection.link.descriptor] = connection
             self._epoll.register(connection.link.descriptor, select.EPOLLIN)
+
+    def _make_room(self) -> bool:
+        """End the connection that has waited for its name or its handshake for longest; return whether there is one."""
+        waiting = next(iter(self._parked.values()), None)
+        if waiting is None:
+            waiting = next((one for one in self._connections.values() if one.name is None), None)
+        if waiting is not None:
+            self._end(waiting)
+        return waiting is not None
 
     def _listen(self) -> None:
         with contextlib.suppress(FileExistsError):
