@@ -1,4 +1,4 @@
-"""`python -m benchmarks.photo_demo [--seeds 20]`: the demo with one seed after the other, as benchmarks/results/photo.md lists them.
+"""`python -m benchmarks.photo_demo [--seeds 20]`: the demo with one seed after the other. results/photo.md has runs.
 
 Each is the command of a user, `jurybox demo photo --seed N`, in a folder of its own; all rows are printed. A seed
 passes if the verdict is yes and the marks of docs/photo.md are reached, within 150 s.
