@@ -525,7 +525,7 @@ def test_rewards_are_normalised_as_by_stable_baselines3(tmp_path, monkeypatch) -
     statistics.update(np.concatenate(seen))
     np.testing.assert_allclose(normalised.reward, raw.reward / np.sqrt(statistics.var + 1e-8), rtol=1e-5)
     rows = read_metrics(tmp_path / "True" / "metrics.csv")
-    assert any(row.get("reward_scale", 0) > 0 for row in rows)
+    assert any(row.get("reward_deviation", 0) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("bits", [False, True])
