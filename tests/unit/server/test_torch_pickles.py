@@ -59,7 +59,7 @@ def test_tensors_with_a_gradient_and_empty_ones_are_read():
         (torch.nn.Parameter(torch.zeros(2)), "names torch._utils._rebuild_parameter: refused"),
         (torch.float32, "names torch.float32: refused"),
     ],
-    ids=str,
+    ids=["empty", "expanded", "six sizes", "complex", "parameter", "dtype"],
 )
 def test_what_is_no_plain_tensor_is_refused_by_name(value, why):
     with pytest.raises(NotPlain, match=why.replace("(", r"\(")):
