@@ -20,11 +20,19 @@ INF = np.inf
 
 
 class Given(gymnasium.Env):
-    """An environment with these spaces, without behaviour."""
+    """An environment with these spaces; observes samples."""
 
     def __init__(self, observation=None, action=None):
         self.observation_space = observation or spaces.Box(-1, 1, (2,))
         self.action_space = action or spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
 
 
 def factory(**arguments):
@@ -165,6 +173,35 @@ def test_several_choices_are_the_environments_action(space, chosen, action) -> N
 def test_actions_of_other_spaces_are_refused(space) -> None:
     with pytest.raises(EnvironmentUnusable, match="expected Box, Discrete, MultiDiscrete or MultiBinary"):
         Actions(space)
+
+
+def test_observations_are_stacked_and_pictures_made_gray_and_small_by_gymnasiums_wrappers() -> None:
+    colours = spaces.Box(0, 255, (60, 80, 3), np.uint8)
+    env = make_environment(f"{__name__}:factory", {"observation": colours}, grayscale=True, resize=(36, 40), n_stack=3)
+    seen = Observations(env.observation_space).seen
+    assert seen.pictures == ((3, 36, 40),) and seen.inputs[0].dtype == "uint8"
+    first, _ = env.reset(seed=0)
+    second = env.step(0)[0]
+    assert (first[0] == first[2]).all() and (second[:2] == first[1:]).all() and env.observation_space.contains(second)
+    numbers = make_environment("CartPole-v1", n_stack=2)
+    assert Observations(numbers.observation_space).seen.numbers == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "space", "told"),
+    [
+        (
+            {"n_stack": 2},
+            spaces.Box(0, 255, (36, 36, 3), np.uint8),
+            "n_stack = 2 makes four dimensions.*grayscale",
+        ),
+        ({"grayscale": True}, spaces.Box(-1, 1, (3,)), "are for pictures of uint8 .height, width, 3."),
+        ({"resize": (36, 36)}, spaces.Discrete(3), "are for pictures of uint8"),
+    ],
+)
+def test_preprocessing_of_what_is_no_picture_is_refused(options, space, told) -> None:
+    with pytest.raises(EnvironmentUnusable, match=told):
+        make_environment(f"{__name__}:factory", {"observation": space}, **options)
 
 
 def test_an_environment_is_made_by_its_name_or_by_a_function() -> None:

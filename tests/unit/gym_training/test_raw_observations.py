@@ -180,6 +180,16 @@ def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorith
     assert policies.play(policy, 1)[0].length == 4
 
 
+def test_a_policy_of_stacked_gray_pictures_is_played_as_it_was_trained(tmp_path) -> None:
+    small = {"steps": 16, "batch_size": 4, "hidden": (8,), "evaluation_episodes": 1, "n_steps": 8, "n_epochs": 1}
+    of = {"env": f"{__name__}:Sampled", "env_args": {"space": "a picture"}, "grayscale": True, "resize": [36, 36]}
+    s = GymTraining.checked({**small, **of, "n_stack": 2})
+    assert train(s, tmp_path / "run", serial=True).env_steps == 16
+    policy = policies.Policy(policies.choose(tmp_path / "run"), trust=True)
+    assert policy.inputs["observation"].shape == (2, 36, 36)
+    assert policies.play(policy, 1)[0].length == 4
+
+
 def test_bytes_that_were_divided_before_are_refused_and_not_acted_on(tmp_path) -> None:
     _, found = trained(tmp_path / "run", "ppo", "bytes")
     policy = policies.Policy(found, trust=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, ResizeObservation, TimeLimit
 
 from jurybox.protocol.errors import missing_name
 from jurybox.training.contract import ContractBroken, action_mask, begun, stepped
@@ -93,7 +93,13 @@ own_defaults = _TorchDefaults()
 
 
 def make_environment(
-    name: str, arguments: Mapping[str, Any] | None = None, max_episode_steps: int | None = None
+    name: str,
+    arguments: Mapping[str, Any] | None = None,
+    max_episode_steps: int | None = None,
+    *,
+    grayscale: bool = False,
+    resize: Sequence[int] | None = None,
+    n_stack: int = 1,
 ) -> Environment:
     """Make the environment of that name.
 
@@ -102,12 +108,49 @@ def make_environment(
             "package.module:factory", a callable that returns an environment.
         arguments: keyword arguments of the factory, or of ``gymnasium.make``.
         max_episode_steps: truncate an episode after this number of steps; None: as the environment is registered.
+        grayscale, resize, n_stack: see `_preprocessed`.
 
     Raises:
         EnvironmentUnusable: it cannot be made.
     """
     with own_defaults:
-        return _made(name, dict(arguments or {}), max_episode_steps)
+        made = _made(name, dict(arguments or {}), max_episode_steps)
+        try:
+            return _preprocessed(made, grayscale, resize, n_stack)
+        except BaseException:
+            made.close()
+            raise
+
+
+def _preprocessed(env: Environment, grayscale: bool, resize: Sequence[int] | None, n_stack: int) -> Environment:
+    """Return an environment in Gymnasium's wrappers, in this order.
+
+    Args:
+        grayscale: whether pictures (height, width, 3) become (height, width).
+        resize: height and width of pictures; None: as they are.
+        n_stack: how many of the newest observations are seen together, the oldest first; at the beginning of an episode
+            the first one so many times.
+    """
+    space = env.observation_space
+    try:
+        if grayscale:
+            env = GrayscaleObservation(env)
+        if resize is not None:
+            env = ResizeObservation(env, (int(resize[0]), int(resize[1])))
+    except (AssertionError, ImportError, TypeError, ValueError) as error:
+        raise EnvironmentUnusable(
+            f"grayscale and resize are for pictures of uint8 (height, width, 3), and observations are {space}: {error}"
+        ) from error
+    if n_stack > 1:
+        env = FrameStackObservation(env, n_stack)
+        leaves: list[tuple[tuple[Any, ...], Leaf]] = []
+        _collect(env.observation_space, (), leaves)
+        if any(len(leaf.shape) > 3 for _, leaf in leaves):
+            raise EnvironmentUnusable(
+                f"n_stack = {n_stack} makes four dimensions of the pictures of {space}, and three are expected: set "
+                "grayscale = true, or stack them in a wrapper of the environment"
+            )
+    return env
 
 
 def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> Environment:
@@ -372,11 +415,15 @@ class Actions:
 
 
 def played_environment(
-    name: str, arguments: Mapping[str, Any], max_episode_steps: int | None = None, render_mode: str | None = None
+    name: str,
+    arguments: Mapping[str, Any],
+    max_episode_steps: int | None = None,
+    render_mode: str | None = None,
+    **preprocessing: Any,
 ) -> Environment:
     """Make the environment in which a trained policy plays. A factory gets `render_mode` if one is set."""
     given = dict(arguments) if render_mode is None else {**arguments, "render_mode": render_mode}
-    return make_environment(name, given, max_episode_steps)
+    return make_environment(name, given, max_episode_steps, **preprocessing)
 
 
 def _foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -400,7 +447,7 @@ class GymEnvs:
 
     Args:
         n: how many.
-        env, env_args, max_episode_steps: see `make_environment`.
+        env, env_args, max_episode_steps, preprocessing: see `make_environment`.
         clips: whether numbers are actions in the environment's own unit, cut off at their bounds; else they are in
             [-1, 1], and scaled.
         masked: whether masks of actions are observed, see `contract.action_mask`.
@@ -424,12 +471,13 @@ class GymEnvs:
         *,
         clips: bool,
         masked: bool = False,
+        **preprocessing: Any,
     ) -> None:
         self.n, self.name = n, env
         with ExitStack() as undo:
             self.envs: list[Environment] = []
             for _ in range(n):
-                self.envs.append(make_environment(env, env_args, max_episode_steps))
+                self.envs.append(make_environment(env, env_args, max_episode_steps, **preprocessing))
                 undo.callback(self.envs[-1].close)
             self._observations = Observations(self.envs[0].observation_space)
             actions = Actions(self.envs[0].action_space)

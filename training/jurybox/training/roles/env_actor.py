@@ -182,4 +182,5 @@ class _Recorder:
                 for number in np.flatnonzero(result.truncated & ~result.terminated).tolist():
                     mask = {} if result.mask is None else {MASK: result.mask[number]}
                     self._streams.end(number, observation=result.rows[number], **mask)
+        self._discounted[ended] = 0.0
         self.t[ended] += 1  # an agent may come back in the same episode of the environment

@@ -91,6 +91,9 @@ class GymTraining(ServedSettings):
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after this many steps.")
+    grayscale: bool = Field(False, description="Observe pictures without their colours.")
+    resize: tuple[int, int] | None = Field(None, description="Height and width of pictures; none: as they are.")
+    n_stack: int = Field(1, ge=1, description="Newest observations that are observed together.")
     algorithm: str = Field(
         "ppo", description=f"{', '.join(ALGORITHMS)}, or module:Class of your own; its settings are settings, too."
     )
@@ -184,6 +187,14 @@ class GymTraining(ServedSettings):
         return self._own
 
     @property
+    def preprocessing(self) -> dict[str, Any]:
+        """What is done to observations: the settings that are not as the environment has it."""
+        found: dict[str, Any] = {"grayscale": True} if self.grayscale else {}
+        if self.resize is not None:
+            found["resize"] = list(self.resize)
+        return found if self.n_stack == 1 else {**found, "n_stack": self.n_stack}
+
+    @property
     def envs_per_worker(self) -> int:
         return self.envs // self.workers
 
@@ -237,7 +248,7 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
         ConfigError: the environment cannot be created, or the algorithm does not support its spaces.
     """
     try:
-        env = make_environment(settings.env, settings.env_args, settings.max_episode_steps)
+        env = make_environment(settings.env, settings.env_args, settings.max_episode_steps, **settings.preprocessing)
         try:
             seen, action = Observations(env.observation_space).seen, Actions(env.action_space).spec
         finally:
@@ -308,7 +319,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     if on_policy and pace.collect < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     values = settings.model_dump(mode="json")
-    arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")}
+    arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")} | settings.preprocessing
     played = {
         "adapter": _ADAPTER,
         "arguments": {**arguments, "clips": algorithm.chooses[1] == "clip", "masked": spec.masked},
@@ -394,7 +405,12 @@ def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, 
         "gym",
         {NAME: acts},
         "jurybox.training.environments.gymnasium_env:played_environment",
-        {"name": settings.env, "arguments": settings.env_args, "max_episode_steps": settings.max_episode_steps},
+        {
+            "name": settings.env,
+            "arguments": settings.env_args,
+            "max_episode_steps": settings.max_episode_steps,
+            **settings.preprocessing,
+        },
         settings.model_dump(mode="json"),
         settings.seed,
     ).as_dict()
