@@ -216,6 +216,7 @@ def test_a_restarted_ppo_learner_keeps_the_statistics_of_observations() -> None:
     state = {name: value.numpy().copy() for name, value in network.state_dict().items()}
     after.adopt(SimpleNamespace(read=lambda: (state, 1, extra)))
     assert after.scaled(np.ones(1)) == before.scaled(np.ones(1)) != 1.0
+    assert after.scaled(np.array([-1e9, 1e9])).tolist() == [-10.0, 10.0]
     rollout = rng.normal(30, 0.5, (100, 1)).astype(np.float32)
     for each in (before, after):
         each.see(rollout)
@@ -525,7 +526,7 @@ def test_rewards_are_normalised_as_by_stable_baselines3(tmp_path, monkeypatch) -
     statistics.update(np.concatenate(seen))
     np.testing.assert_allclose(normalised.reward, raw.reward / np.sqrt(statistics.var + 1e-8), rtol=1e-5)
     rows = read_metrics(tmp_path / "True" / "metrics.csv")
-    assert any(row.get("reward_deviation", 0) > 0 for row in rows)
+    assert any(row.get("return_deviation", 0) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("bits", [False, True])

@@ -102,7 +102,7 @@ class AlgorithmLearner(Learner):
         self.updates += 1
         told = {name: at(each, progress.remaining) for name, each in self.algorithm.settings.scheduled.items()}
         if self._returns is not None:
-            told["reward_deviation"] = float(self._returns.std[0])
+            told["return_deviation"] = float(self._returns.std[0])
         return found._replace(metrics={**found.metrics, **told}) if told else found
 
     def scaled(self, reward: Any) -> Any:

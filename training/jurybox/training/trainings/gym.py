@@ -427,7 +427,7 @@ def columns(settings: GymTraining) -> tuple[str, ...]:
     losses = dict.fromkeys((*settings.uses.metrics, *settings.own.scheduled))
     counts = ("stale", "missed", "skipped") if settings.uses.on_policy else ()
     if settings.normalize_rewards:
-        counts = ("reward_deviation", *counts)
+        counts = ("return_deviation", *counts)
     return (*OF_EVERY_RUN, *losses, *counts, "eval_return", "eval_return_std", "eval_length", *audits)
 
 
