@@ -41,7 +41,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 BEGIN, END = "<!-- attacks: python -m benchmarks.attacks --write -->", "<!-- end of attacks -->"
 MIB = 1 << 20
 LOCAL = "127.0.0.1:0"
-QUIET, SETTLED = 1.5, 1.0  # seconds: of a quiet time, and between an attack and the next one
+QUIET, SETTLED = 1.2, 1.0  # seconds: of a quiet time, and between an attack and the next one
 CONNECTIONS: list[socket.socket] = []  # of the attacker
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
@@ -452,7 +452,7 @@ def main() -> None:
     """Run the attacks and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table to docs/security.md")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each round")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="attacks whose name contains this; only their rows are written")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Heavy work leaves at least half of the event loop's time to others, and loses nothing if there are none."""
+"""Heavy work leaves half of the event loop's time to others, or two thirds, and loses nothing if there are none."""
 
 from __future__ import annotations
 
@@ -127,15 +127,15 @@ async def turns_of(number, *, beside):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_many_with_more_to_do_take_turns_and_leave_others_as_much_time_as_they_take(number, active):
+def test_many_with_more_to_do_take_turns_and_leave_others_twice_the_time_that_they_take(number, active):
     order, left, _ = asyncio.run(turns_of(number, beside=True))
     assert order == [*range(number)] * (12 // number)
-    assert min(left) >= 0.0045, "also after one that has caught up"
+    assert min(left) >= 0.0095, "also after one that has caught up"
 
 
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("seconds", [0.0003, 0.004])
-def test_turns_of_any_length_of_any_number_leave_as_much_time_as_they_take(number, seconds, active):
+def test_turns_of_any_length_of_any_number_leave_twice_the_time_that_they_take(number, seconds, active):
     """Also turns too short for a timer, and work that is done while another one rests."""
     turns_in_all = round(0.08 / seconds) // number * number
 
@@ -153,7 +153,7 @@ def test_turns_of_any_length_of_any_number_leave_as_much_time_as_they_take(numbe
     with asyncio.Runner(loop_factory=_loop) as runner:
         order = runner.run(work())
     worked = sum(took for _, took in order[:-number])
-    assert order[-1][0] - order[0][0] > 1.8 * worked
+    assert order[-1][0] - order[0][0] > 2.7 * worked
 
 
 def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):

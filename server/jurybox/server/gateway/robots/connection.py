@@ -29,8 +29,8 @@ _GOING_AWAY, _TOO_BIG = 1001, 1009  # rfc-editor.org/rfc/rfc6455, section 7.4.1
 _MOST_WAITING = 64  # connections of a port that have no place
 _MOST_PARTS = 1024  # frames of a message
 _PART = 256  # bytes that a frame takes in memory beside its contents
-_PIECE = 2 << 10  # bytes that are parsed at once: of the smallest frames 5 ms; more only within a frame
-_TURN = 0.002  # seconds of parsing after which others come first
+_PIECE = 1 << 10  # bytes that are parsed at once: of the smallest frames 2 ms; more only within a frame
+_TURN = 0.001  # seconds of parsing after which others come first
 _CLOSE = 1.0  # seconds until a connection that was told to close is ended
 
 
