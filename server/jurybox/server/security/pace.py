@@ -83,7 +83,8 @@ class Turns:
         self._heavy: WeakKeyDictionary[HasTurns, float] = WeakKeyDictionary()  # when each did heavy work last
         self._behind: dict[HasTurns, None] = {}
         self._owed = 0.0  # seconds that others did not get yet for the work that was done
-        self._rest = 0.0  # seconds of the rest that goes on
+        self._rests = False  # whether others have the event loop now
+        self._began = 0.0  # when that rest began; s of the monotonic clock
         self._turning = False  # whether one of them has its turn soon
 
     def heard(self, who: Any) -> None:
@@ -120,7 +121,7 @@ class Turns:
         self._heavy[who] = time.monotonic()
 
     def _wait(self, who: HasTurns, seconds: float) -> None:
-        self._owed += (_LEFT + 1 if self._rest else _LEFT) * seconds  # work within a rest also shortens the rest
+        self._owed += (_LEFT + 1 if self._rests else _LEFT) * seconds  # work within a rest also shortens the rest
         if not self._turning:
             self._turning = True
             self._begin_rest(who)
@@ -131,11 +132,12 @@ class Turns:
         seconds = self._pace.rest(who, self._owed)
         if not seconds:
             self._owed = 0.0
-        self._rest = seconds if seconds >= _LEAST else 0.0
-        asyncio.get_running_loop().call_later(self._rest, self._next, who)
+        self._rests, self._began = seconds >= _LEAST, time.monotonic()
+        asyncio.get_running_loop().call_later(seconds if self._rests else 0.0, self._next, who)
 
     def _next(self, who: HasTurns) -> None:
-        self._owed, self._rest = max(0.0, self._owed - self._rest), 0.0
+        if self._rests:  # uvloop's timers are up to a millisecond early
+            self._rests, self._owed = False, max(0.0, self._owed - (time.monotonic() - self._began))
         if self._owed >= _LEAST:
             self._begin_rest(who)
             return
