@@ -21,7 +21,7 @@ import torch
 
 from jurybox.studies.workflow import environments
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
-from jurybox.studies.workflow.rollouts import INPUTS, Episodes, play
+from jurybox.studies.workflow.rollouts import INPUTS, PlayedEpisodes, play
 from jurybox.studies.workflow.settings import ORDERS, Order, WorkflowTraining, describe
 from jurybox.training.algorithms.base import Progress
 from jurybox.training.algorithms.ppo import RefinedPPO
@@ -39,7 +39,7 @@ class Trains:
         self._env = environments.make(settings, stream)
         self._random = np.random.default_rng((seed, stream))
 
-    def update(self, orders: npt.NDArray[np.int64] | Order) -> tuple[Episodes, float]:
+    def update(self, orders: npt.NDArray[np.int64] | Order) -> tuple[PlayedEpisodes, float]:
         """Play and learn; the episodes, and the mean return of those from their start."""
         settings = self.settings
         late = self._random.random(settings.envs) < settings.head_start_share

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pickle
 
-from jurybox.cluster.host import Counters
+from jurybox.cluster.host import RoleCounters
 from jurybox.training.replay.layout import Layout
-from jurybox.training.runtime.scoreboard import Scoreboard
+from jurybox.training.runtime.scoreboard import RunScoreboard
 from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.trainings.marl import MarlTraining, plan
 
 
-def counters(scoreboard: Scoreboard, roles: int, *, orders: bool) -> int:
+def counters(scoreboard: RunScoreboard, roles: int, *, orders: bool) -> int:
     """Bytes of the first so many roles' counters, as they are sent."""
-    return len(pickle.dumps(Counters.of(scoreboard, range(roles), orders=orders), protocol=5))
+    return len(pickle.dumps(RoleCounters.of(scoreboard, range(roles), orders=orders), protocol=5))
 
 
 def main() -> None:

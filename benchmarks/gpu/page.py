@@ -125,7 +125,7 @@ _STYLES = {"graphs": "learned", "eager": "reference", "zmq": "random"}
 def html(results: Mapping[str, Any], folder: str) -> str:
     """The report: one page without other files."""
     from jurybox.training.report import charts
-    from jurybox.training.report.page import Answer, Details, Part, Section, Table, render
+    from jurybox.training.report.page import Conclusion, Details, Part, Section, Table, render
 
     judged, documents = judge(results), results["measurements"]
     missed = [each for each in judged if each.verdict.startswith("missed")]
@@ -145,8 +145,8 @@ def html(results: Mapping[str, Any], folder: str) -> str:
             for each in judged
         ],
     )
-    sections: list[Section | Answer] = [
-        Answer(
+    sections: list[Section | Conclusion] = [
+        Conclusion(
             answer,
             f"{held} of {len(judged)} targets held",
             summary(results)[:4],

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jurybox.server.gateway.metrics import TABLE, Kind, Metric
+from jurybox.server.gateway.metrics import TABLE, Metric, MetricKind
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("docker/monitoring")
@@ -194,7 +194,7 @@ def _panels() -> Iterator[dict[str, Any]]:
 def _panel(metric: Metric, number: int, place: dict[str, int]) -> dict[str, Any]:
     queries = list(_queries(metric))
     unit = "percentunit" if metric.name == "engine_busy_seconds" else _UNITS[metric.unit]
-    per_second = metric.kind is Kind.COUNTER and metric.name != "engine_restarts" and unit != "percentunit"
+    per_second = metric.kind is MetricKind.COUNTER and metric.name != "engine_restarts" and unit != "percentunit"
     return {
         "id": number,
         "type": "timeseries",
@@ -220,7 +220,7 @@ def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
     shown = ("{{instance}}", *(_LEGEND.get(label, "{{%s}}" % label) for label in metric.labels))  # noqa: UP031  braces
     legend = " ".join(shown)
     name = f"{metric.full_name}{chosen}"
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         buckets = f"sum by ({by}, le) (rate({metric.full_name}_bucket{chosen}[$__rate_interval]))"
         for quantile in (0.5, 0.99):
             yield f"histogram_quantile({quantile}, {buckets})", f"{legend} p{quantile * 100:.0f}"
@@ -229,7 +229,7 @@ def _queries(metric: Metric) -> Iterator[tuple[str, str]]:
     elif metric.name == "engine_busy_seconds":
         # A batch counts at its end, and two may be in flight: a rate over a short time can exceed one.
         yield f"clamp_max(sum by ({by}) (rate({name}[$__rate_interval])), 1)", legend
-    elif metric.kind is Kind.COUNTER:
+    elif metric.kind is MetricKind.COUNTER:
         yield f"sum by ({by}) (rate({name}[$__rate_interval]))", legend
     else:
         yield f"max by ({by}) ({name})", legend

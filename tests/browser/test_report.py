@@ -6,7 +6,7 @@ import pytest
 from tests.unit.studies.photo.test_photo_report import report
 
 from jurybox.training.report import charts, page
-from jurybox.training.runtime.progress import Lane, Timeline
+from jurybox.training.runtime.progress import RoleTimeline, Timeline
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -36,7 +36,9 @@ LOOK = """() => {
 def reports(tmp_path_factory):
     """A file and its number of charts, by name."""
     folder = tmp_path_factory.mktemp("reports")
-    lanes = tuple(Lane(f"learner-agent_{n}+agent_{n + 1}", 0.5, [(0.0, 1.0, ""), (2.0, 3.0, "")]) for n in range(4))
+    lanes = tuple(
+        RoleTimeline(f"learner-agent_{n}+agent_{n + 1}", 0.5, [(0.0, 1.0, ""), (2.0, 3.0, "")]) for n in range(4)
+    )
     same = [charts.Curve(name, [0, 9000], [0, 50], "learned") for name in ("weak", "strong", "random")]
     drawn = [charts.timeline(Timeline(lanes), "lanes"), charts.curves(same, "curves", "env steps", "% of games won")]
     texts = {"photo": (report(), 6), "run": (page.render("Report", "Report", [page.Section("Charts", drawn)]), 2)}

@@ -19,7 +19,7 @@ from jurybox.protocol.segment import sweep
 from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import RUNNING, Control, Scoreboard, Word
+from jurybox.training.runtime.scoreboard import RUNNING, ControlWord, RunScoreboard, Word
 
 RUN = """
 import sys
@@ -58,7 +58,7 @@ def killed_at_random(folder: Path, times: int, seconds: float) -> tuple[int, obj
         now, steps = time.monotonic(), shared.scoreboard.env_steps
         if now - seen[0] < seconds or steps < seen[1] + 100:
             return
-        if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
+        if shared.scoreboard.control[:, ControlWord.RESTARTS].sum() < len(kills):
             return  # the killed process has not ended yet
         if len(kills) == times:
             signals.ask()
@@ -120,7 +120,7 @@ def test_nothing_outlives_a_killed_orchestrator_but_memory_that_the_next_start_f
     try:
         mark = tmp_path / RUNNING
         wait_for(mark.exists)
-        scoreboard = Scoreboard.attach(json.loads(mark.read_text())["scoreboard"], keep_alive=False)
+        scoreboard = RunScoreboard.attach(json.loads(mark.read_text())["scoreboard"], keep_alive=False)
         wait_for(lambda: scoreboard.learner_steps > 10 and all(words[Word.PID] for words in scoreboard.words))
         pids = [words[Word.PID] for words in scoreboard.words]
         assert len(pids) == 4 and all(map(alive, pids))

@@ -13,7 +13,7 @@ from tests.models import affine
 from tests.serving import launch, segments, serving, wait_until
 
 from jurybox.server.inproc import InprocServer
-from jurybox.server.settings.config import Settings
+from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.endpoints import CannotListen
 from jurybox.server.supervisor.run import require_free
 
@@ -141,7 +141,7 @@ def test_a_taken_port_is_noticed_before_anything_is_started(monkeypatch, door):
         }
         off = {"http": "", "grpc": "", "tcp": ""}
         own = {"server": {**off, door: where}} if door in off else {"server": off, door: tables[door]}
-        settings = Settings.model_validate({"models": {"affine": {"factory": "tests.models:affine"}}, **own})
+        settings = Configuration.model_validate({"models": {"affine": {"factory": "tests.models:affine"}}, **own})
         with pytest.raises(CannotListen, match=rf":{port}: port {port} is in use by another program; set .*{door}\b"):
             require_free(settings)
     require_free(settings)

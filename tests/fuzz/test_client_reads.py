@@ -13,7 +13,7 @@ from jurybox.client import Error
 from jurybox.client.control import Control
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import Connection
-from jurybox.client.remote.tcp import Place, TcpTransport
+from jurybox.client.remote.tcp import SentRows, TcpTransport
 from jurybox.protocol import control_pb2 as pb
 from jurybox.protocol import wire
 from jurybox.protocol.spec import ModelSpec, TensorSpec
@@ -63,7 +63,7 @@ def test_any_answer_of_a_relay(context, examples):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(st.tuples(first, st.lists(tensor, max_size=4)))
     def fuzz(message):
-        transport._in_flight[5] = Place(1, 2, transport._connection.incarnation)
+        transport._in_flight[5] = SentRows(1, 2, transport._connection.incarnation)
         with contextlib.suppress(Error):
             transport._read([zmq.Frame(frame) for frame in (message[0], *message[1])])
         assert not np.any(rows.columns.outputs["y"][[0, 3]])  # never beyond the ticket's rows

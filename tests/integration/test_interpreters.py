@@ -17,7 +17,7 @@ import pytest
 from tests.serving import launch, serving, wait_until
 
 from jurybox.client import Refused
-from jurybox.server.settings.config import ConfigError, load_settings
+from jurybox.server.settings.config import InvalidConfig, load_settings
 from jurybox.server.supervisor.interpreters import environment, misfits
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_settings_of_separate_engines_are_consistent(tmp_path):
         ('[models.x]\nfactory = "a:b"\ngpu_memory_fraction = 0.2', "expected python with it"),
         (one.format("x", "a", "gpu_memory_fraction = 1.5"), "gpu_memory_fraction"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(InvalidConfig, match=message):
             settings(text)
 
 

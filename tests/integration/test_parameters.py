@@ -14,7 +14,7 @@ from tests.serving import launch, serving, wait_until
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.parameters import Parameter
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.gateway.robots.lerobot_features import Features
+from jurybox.server.gateway.robots.lerobot_features import RobotFeatures
 from jurybox.server.gateway.robots.lerobot_messages import Setup
 from jurybox.server.gateway.robots.observations import rows_of
 
@@ -229,7 +229,7 @@ def test_a_lerobots_task_is_its_own_and_other_parameters_have_their_defaults():
     parameters = {"seed": Parameter("seed", 5), "task": Parameter("task", "lift")}
     spec = ModelSpec("arm", inputs, {"actions": TensorSpec("float32", (5, 2))}, parameters=parameters)
     motors = ["a", "b", "c"]
-    features = Features(Setup("act", {"observation.state": {"names": motors}}, 5, {}), spec)
+    features = RobotFeatures(Setup("act", {"observation.state": {"names": motors}}, 5, {}), spec)
     for task in ({}, {"task": "fold"}):
         rows = rows_of(features.inputs(dict.fromkeys(motors, 1.0) | task), spec)
         assert (rows.values["seed"], rows.values["task"]) == ([5], [task.get("task", "lift").encode()])

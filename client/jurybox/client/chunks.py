@@ -119,7 +119,7 @@ class ChunkStats:
 
 
 @dataclass
-class _Request:
+class _ChunkRequest:
     observation: dict[str, Any]
     step: int
     episode: int
@@ -199,8 +199,8 @@ class AsyncChunkPolicy(forks.Closing):
         self._plan: tuple[int, NDArray[Any]] | None = None
         self._shape: tuple[int, ...] | None = None  # of an action
         self._changed = threading.Condition()
-        self._waiting: _Request | None = None  # the request that the thread will send next
-        self._done: _Request | None = None  # the request that it has finished
+        self._waiting: _ChunkRequest | None = None  # the request that the thread will send next
+        self._done: _ChunkRequest | None = None  # the request that it has finished
         self._busy = self._closed = False
         self._forked = False
         self._thread = threading.Thread(target=self._work, name="chunks", daemon=True)
@@ -295,7 +295,7 @@ class AsyncChunkPolicy(forks.Closing):
             request[REPORT] = {name: count - self._reported.get(name, 0) for name, count in reported.items()}
             if self._delay is not None:
                 request[REPORT]["delay"] = self._delay
-        self._waiting = _Request(request, self._step, self._episode, self._clock(), reported=reported)
+        self._waiting = _ChunkRequest(request, self._step, self._episode, self._clock(), reported=reported)
         self._next_ask = self._step + self._every
         self.stats.asked += 1
         self._changed.notify_all()

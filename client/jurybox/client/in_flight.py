@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from jurybox.protocol.errors import Refused, Timeout
-from jurybox.protocol.locks import IN_SERVICE, Taken, Turn, is_serving
+from jurybox.protocol.locks import IN_SERVICE, LockTurn, Taken, is_serving
 
 if TYPE_CHECKING:
     import asyncio
@@ -116,7 +116,7 @@ class Answer(NamedTuple):
 _TURN = 0.001  # seconds between an event loop's attempts to acquire the lock
 
 
-class Turns:
+class ModelLock:
     """The lock of one model: threads and event loops take turns.
 
     Args:
@@ -144,7 +144,7 @@ class Turns:
     def anew(self) -> None:
         """Create the lock, also again in a forked child: a thread of the parent may have held it during the fork."""
         self.lock: Any = threading.RLock()
-        self.now = Turn(self.lock)
+        self.now = LockTurn(self.lock)
 
     @property
     def mine(self) -> bool:
@@ -166,7 +166,7 @@ class Turns:
         if is_serving():
             raise self._in_service()
         try:
-            with Turn(self.lock, (deadline - time.monotonic_ns()) / 1e9):
+            with LockTurn(self.lock, (deadline - time.monotonic_ns()) / 1e9):
                 return action()
         except Taken:
             raise self._late() from None

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jurybox.client.juror_calls import Answer, Part, Waiting
-from jurybox.client.juror_rows import Call, Inputs
+from jurybox.client.juror_calls import CallAnswer, CallPart, WaitingCalls
+from jurybox.client.juror_rows import CallRows, Inputs
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import (
     Busy,
@@ -123,11 +123,13 @@ class Juror:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a destructor may call within a call
         self._answering = threading.Lock()  # held by the thread that uses the first of the models
-        self._waiting = Waiting()
+        self._waiting = WaitingCalls()
         self._started = False  # whether the first thread has started
         self._models: list[Model] = []  # one for each engine, with a lane of its own
         self._server: Server | None = None
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Asked]] = weakref.WeakKeyDictionary()
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_ScoreCall]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._members: dict[str, tuple[float, Juror]] = {} if self._panel is None else self._jurors(self._panel)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class Juror:
         """
         if (sender := _sender.juror) is not None and (sender is self or self._needs(sender)):
             return self._scores_within(columns, n)
-        asked = _Asked(columns, n, time.monotonic() + self._timeout)
+        asked = _ScoreCall(columns, n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         try:
             return asked.answer.result(self._timeout + _GRACE)
@@ -166,7 +168,7 @@ class Juror:
 
     async def scores_async(self, columns: Mapping[str, Any], n: int) -> Scores:
         """Like `scores`, as a coroutine; calls in the same iteration of the event loop are sent together."""
-        asked = _Asked(columns, n, time.monotonic() + self._timeout)
+        asked = _ScoreCall(columns, n, time.monotonic() + self._timeout)
         loop = asyncio.get_running_loop()
         turn = self._turns.setdefault(loop, [])
         turn.append(asked)
@@ -176,7 +178,7 @@ class Juror:
 
     def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
         """Send a request now, from any thread; call and await the result to get what `scores_async` returns."""
-        asked = _Asked(columns, n, time.monotonic() + self._timeout)
+        asked = _ScoreCall(columns, n, time.monotonic() + self._timeout)
         self._hand_over([asked])
         return partial(self._scored, asked)
 
@@ -204,7 +206,7 @@ class Juror:
                 self._answering.release()
 
     def _scores_by(self, model: Model, columns: Mapping[str, Any], n: int) -> Scores:
-        call = Call(columns, n, time.monotonic() + self._timeout)
+        call = CallRows(columns, n, time.monotonic() + self._timeout)
         call.fit(model.spec, self._inputs, partial=self._partial)
         return Scores(*self._computed(model, call.rows, call.until))
 
@@ -232,7 +234,7 @@ class Juror:
         finally:
             _sender.of, _sender.model = before
 
-    async def _scored(self, asked: _Asked) -> Scores:
+    async def _scored(self, asked: _ScoreCall) -> Scores:
         try:
             return await asked.answer.awaited(self._timeout + _GRACE)
         except TimeoutError:
@@ -254,7 +256,7 @@ class Juror:
         turn = self._turns.pop(loop, [])
         self._hand_over(turn)
 
-    def _hand_over(self, calls: Sequence[_Asked]) -> None:
+    def _hand_over(self, calls: Sequence[_ScoreCall]) -> None:
         if self._pid != os.getpid():
             self._start()  # a forked child has no thread
         self._waiting.put(calls)
@@ -293,7 +295,7 @@ class Juror:
             members[name] = (weight, juror)
         return members
 
-    def _answer(self, parts: Sequence[Part], model: Model | None) -> None:
+    def _answer(self, parts: Sequence[CallPart], model: Model | None) -> None:
         """Send parts of calls as one request, with the first model if none is given."""
         if not parts:
             return
@@ -304,7 +306,7 @@ class Juror:
                     _Vote(part.asked, self._members)
                 return
             model = models[0]
-        fitting: list[Part] = []
+        fitting: list[CallPart] = []
         for part in parts:
             try:
                 part.asked.fit_once(model.spec, self._inputs, partial=self._partial)
@@ -401,7 +403,7 @@ def score_output(model: str, name: str | None, outputs: Mapping[str, TensorSpec]
     return name
 
 
-def _work(of: weakref.ref[Juror], waiting: Waiting, model: Model | None) -> None:
+def _work(of: weakref.ref[Juror], waiting: WaitingCalls, model: Model | None) -> None:
     """Run a thread of a juror: send calls until it has ended, or no longer has the model."""
     _sender.of, _sender.model = of, model
     while waiting.wait():
@@ -409,9 +411,9 @@ def _work(of: weakref.ref[Juror], waiting: Waiting, model: Model | None) -> None
             return
 
 
-def _serve(juror: Juror | None, waiting: Waiting, model: Model | None) -> bool:
+def _serve(juror: Juror | None, waiting: WaitingCalls, model: Model | None) -> bool:
     """Send what waits as one request; return False if the juror no longer has this model."""
-    parts: list[Part] = []
+    parts: list[CallPart] = []
     try:
         with contextlib.nullcontext() if juror is None or model is not None else juror._answering:
             parts = waiting.take()
@@ -433,18 +435,18 @@ class _Vote:
     A member that is unavailable (its server or its engine) has no score for any row; other errors are raised.
     """
 
-    def __init__(self, asked: _Asked, members: Mapping[str, tuple[float, Juror]]) -> None:
+    def __init__(self, asked: _ScoreCall, members: Mapping[str, tuple[float, Juror]]) -> None:
         self._asked = asked
         self._weights = {name: weight for name, (weight, _) in members.items()}
         self._given: dict[str, Scores | BaseException] = {}
         self._lock = threading.Lock()
-        votes = {name: _Asked(asked.columns, asked.n, asked.until) for name in members}
+        votes = {name: _ScoreCall(asked.columns, asked.n, asked.until) for name in members}
         for name, vote in votes.items():
             vote.answer.when_done(partial(self._came, name))
             members[name][1]._hand_over([vote])
         asked.waits_for = list(votes.values())
 
-    def _came(self, name: str, answer: Answer[Scores]) -> None:
+    def _came(self, name: str, answer: CallAnswer[Scores]) -> None:
         try:
             given: Scores | BaseException = answer.result(0)
         except _PASSING as error:
@@ -490,13 +492,13 @@ class _Vote:
         return total if math.isfinite(total) else f"the total is {total}"
 
 
-class _Asked(Call):
+class _ScoreCall(CallRows):
     """A call that waits for its scores."""
 
     def __init__(self, columns: Mapping[str, Any], n: int, until: float) -> None:
         super().__init__(columns, n, until)
-        self.waits_for: list[_Asked] = []  # a panel's members
-        self.answer: Answer[Scores] = Answer()
+        self.waits_for: list[_ScoreCall] = []  # a panel's members
+        self.answer: CallAnswer[Scores] = CallAnswer()
         self._lock = threading.Lock()  # several threads may send parts of it
         self._wanted: bool | None = None  # None: no part of it was sent
         self._scores: list[Scored] = [""] * n

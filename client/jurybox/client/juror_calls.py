@@ -20,7 +20,7 @@ T = TypeVar("T")
 TOGETHER = 4096  # rows at which no further calls join a request
 
 
-class Asked(Protocol):
+class QueuedCall(Protocol):
     """A call, as the threads need it."""
 
     n: int
@@ -29,7 +29,7 @@ class Asked(Protocol):
         """Return whether its rows must be sent: unless it was cancelled before, or has failed."""
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     """Rows of a call."""
 
     asked: Any
@@ -41,7 +41,7 @@ class Part(NamedTuple):
         return self.end - self.first
 
 
-class Answer(Generic[T]):
+class CallAnswer(Generic[T]):
     """The answer to a call, which is given once: a value, an error, or that it was cancelled before it was sent."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Answer(Generic[T]):
         self._begun = self._over = False
         self._came = threading.Lock()  # released with the answer
         self._came.acquire()
-        self._told: deque[Callable[[Answer[T]], object]] = deque()
+        self._told: deque[Callable[[CallAnswer[T]], object]] = deque()
 
     def done(self) -> bool:
         """Return whether there is an answer."""
@@ -84,7 +84,7 @@ class Answer(Generic[T]):
             raise self._error
         return self._value  # type: ignore[return-value]
 
-    def when_done(self, told: Callable[[Answer[T]], object]) -> None:
+    def when_done(self, told: Callable[[CallAnswer[T]], object]) -> None:
         """Call `told` with this object when there is an answer, in the thread that gives it, or now."""
         self._told.append(told)
         if self._over:
@@ -99,7 +99,7 @@ class Answer(Generic[T]):
             if not done.done():
                 done.set_result(None)
 
-        def told(_: Answer[T]) -> None:
+        def told(_: CallAnswer[T]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(wake)
 
@@ -131,24 +131,26 @@ class Answer(Generic[T]):
             told(self)
 
 
-class Waiting:
+class WaitingCalls:
     """The calls of a juror that wait to be sent, in order, for its threads. True if there are any."""
 
     def __init__(self) -> None:
-        self._new: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()  # whose `put` may be called within itself
+        self._new: queue.SimpleQueue[Sequence[CallPart]] = (
+            queue.SimpleQueue()
+        )  # whose `put` may be called within itself
         self._lock = threading.Lock()  # of the threads; callers do not need it
-        self._parts: deque[Part] = deque()
+        self._parts: deque[CallPart] = deque()
         self._idle = 0  # threads in `wait`
         self._closed = False
 
     def __bool__(self) -> bool:
         return bool(self._parts) or not self._new.empty()
 
-    def put(self, calls: Sequence[Asked]) -> None:
+    def put(self, calls: Sequence[QueuedCall]) -> None:
         """Add calls. In one step: otherwise a thread could send the first one alone."""
-        self._new.put([Part(asked, 0, asked.n) for asked in calls])
+        self._new.put([CallPart(asked, 0, asked.n) for asked in calls])
 
-    def put_back(self, parts: Sequence[Part]) -> None:
+    def put_back(self, parts: Sequence[CallPart]) -> None:
         """Put parts that were taken before all others."""
         with self._lock:
             self._parts.extendleft(reversed(parts))
@@ -174,7 +176,7 @@ class Waiting:
                     self._wake()  # the next thread, which ends, too
                     return False
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[CallPart]:
         """Return what the calling thread sends as one request: all rows, or its share if other threads are idle."""
         with self._lock:
             with contextlib.suppress(queue.Empty):
@@ -183,7 +185,7 @@ class Waiting:
             most = TOGETHER
             if self._idle:
                 most = min(most, -(-sum(part.n for part in self._parts) // (1 + self._idle)))
-            taken: list[Part] = []
+            taken: list[CallPart] = []
             rows = 0
             while self._parts and (rows < most or not self._parts[0].n):
                 part = self._parts.popleft()

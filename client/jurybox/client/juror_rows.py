@@ -34,7 +34,7 @@ def column_names(name: str, source: str | None) -> tuple[str, ...]:
     return (source,) if source else (name, *_ALSO.get(name, ()))
 
 
-class Columns(dict[str, Any]):
+class CallColumns(dict[str, Any]):
     """The columns of a call, and values that all of its rows have: parameters of the model, if it has such."""
 
     def __init__(self, columns: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
@@ -42,11 +42,11 @@ class Columns(dict[str, Any]):
         self.parameters = parameters
 
 
-class Call:
+class CallRows:
     """The rows of one call. After `fit`, each of `rows` is a dict of inputs, or the reason why the row does not fit."""
 
     def __init__(self, columns: Mapping[str, Any], n: int, until: float) -> None:
-        self.columns = Columns(columns, getattr(columns, "parameters", {}))
+        self.columns = CallColumns(columns, getattr(columns, "parameters", {}))
         self.n = n
         self.until = until
         self.rows: list[dict[str, Any] | str] = []

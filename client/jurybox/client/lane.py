@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, Claim, InFlight
-from jurybox.client.row_allocator import RowAllocator, Run
+from jurybox.client.row_allocator import RowAllocator, RowRun
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.transports.transport import SERVING, Caller, NotSent, RowPlace, Transport
 from jurybox.protocol import forks
@@ -138,11 +138,11 @@ class Lane:
         """The length of the longest run of free rows."""
         return self.runs.largest
 
-    def take(self, n: int) -> Run | None:
+    def take(self, n: int) -> RowRun | None:
         """Take n consecutive rows; see RowAllocator.take."""
         return self.runs.take(n)
 
-    def give(self, run: Run) -> None:
+    def give(self, run: RowRun) -> None:
         """Give rows back. They are free now, or once the engine has answered."""
         self.runs.give(run)
         if self._row_waiters:

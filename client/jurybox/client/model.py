@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Turns, seconds
+from jurybox.client.in_flight import ModelLock, seconds
 from jurybox.client.lane import Lane
-from jurybox.client.row_allocator import Run, version_of, whole
+from jurybox.client.row_allocator import RowRun, version_of, whole
 from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, utf8, words
 from jurybox.client.rows import CallRow, Rows
 from jurybox.client.sessions import Sessions
@@ -389,7 +389,7 @@ class Requests:
     ) -> None:
         self.name = name
         self._opened = opened
-        self.turns = Turns(name, timeout)
+        self.turns = ModelLock(name, timeout)
         self.kept: list[CallRow] = []
         self._outgrown: weakref.WeakSet[Lane] = weakref.WeakSet()  # in use until the last call on them has ended
         self._lease = lease
@@ -493,7 +493,7 @@ class Requests:
                 found = True
         return found
 
-    def found(self, lane: Lane, n: int) -> Run:
+    def found(self, lane: Lane, n: int) -> RowRun:
         """Take n contiguous free rows. Raises Busy."""
         run = lane.take(n)
         if run is None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jurybox.client.in_flight import InFlight
 
 
-class Run:
+class RowRun:
     """Consecutive rows that belong to whoever holds this object: a call, a ticket, `Rows`.
 
     Attributes:
@@ -46,12 +46,12 @@ class RowAllocator:
         self.rows = rows
         self._end = first + rows
         self.lent: dict[int, InFlight] = {}
-        self._taken: set[weakref.ref[Run]] = set()
+        self._taken: set[weakref.ref[RowRun]] = set()
         self._dropped = self._taken.discard  # when a run is dropped its entry goes, without code of the interpreter
         self._attempts = itertools.count()
         self._last = -1
 
-    def take(self, n: int) -> Run | None:
+    def take(self, n: int) -> RowRun | None:
         """Take n consecutive rows; return None if there are no such free rows. They are free again when it is dropped.
 
         Raises:
@@ -62,13 +62,13 @@ class RowAllocator:
             attempt = self._last = next(self._attempts)
             if (first := self._fit(rows)) is None:
                 return None
-            run = Run(first, rows)
+            run = RowRun(first, rows)
             self._taken.add(weakref.ref(run, self._dropped))  # from here on the rows are taken
             if self._last == attempt:
                 return run
             self.give(run)  # a nested call has taken rows since, perhaps these
 
-    def give(self, run: Run) -> None:
+    def give(self, run: RowRun) -> None:
         """Free rows now, or once their tickets are settled. Has no effect if they are free already."""
         self._taken.discard(weakref.ref(run))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import Answer, Claim, InFlight, Turns
+from jurybox.client.in_flight import Answer, Claim, InFlight, ModelLock
 from jurybox.client.lane import Lane, row_failed
-from jurybox.client.row_allocator import Run, version_of, whole
+from jurybox.client.row_allocator import RowRun, version_of, whole
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch, did_you_mean, error_for, plain
@@ -33,7 +33,7 @@ class Rows(Closing):
             `infer`.
     """
 
-    def __init__(self, turns: Turns, lane: Lane, run: Run, max_batch: int) -> None:
+    def __init__(self, turns: ModelLock, lane: Lane, run: RowRun, max_batch: int) -> None:
         self._turns = turns
         self._lane = lane
         self._run = run
@@ -199,7 +199,7 @@ class CallRow:
         "steps",
     )
 
-    def __init__(self, lane: Lane, run: Run, *, single: bool = True) -> None:
+    def __init__(self, lane: Lane, run: RowRun, *, single: bool = True) -> None:
         self._run = run
         self.first = first = run.first
         self.rows = run.rows

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, Turns
+from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight, ModelLock
 from jurybox.client.lane import Lane, row_failed
-from jurybox.client.row_allocator import Run
+from jurybox.client.row_allocator import RowRun
 from jurybox.client.row_codec import SESSIONS, Checked, shaped
 from jurybox.client.session_book import not_computed
 from jurybox.protocol import forks
@@ -55,7 +55,7 @@ class Ticket:
     __reduce__ = forks.cannot_be_sent
     __slots__ = ("__weakref__", "_cancelled", "_failure", "_lane", "_reply", "_run", "_sent", "_turns", "first", "rows")
 
-    def __init__(self, turns: Turns, lane: Lane, run: Run) -> None:
+    def __init__(self, turns: ModelLock, lane: Lane, run: RowRun) -> None:
         self._turns = turns
         self._lane = lane
         self._run = run
@@ -258,10 +258,10 @@ def send_rows(ticket: Ticket, given: Checked, at: int, deadline: int, version: i
 
 
 def send_parts(
-    turns: Turns,
+    turns: ModelLock,
     lane: Lane,
     parts: Sequence[tuple[Mapping[str, NDArray[Any]], int]],
-    run: Run,
+    run: RowRun,
     deadline: int,
     version: int,
     brief: float,
@@ -489,7 +489,7 @@ class Pieces:
             ticket._give_up()
 
 
-async def rows_come_back(turns: Turns, lane: Lane, deadline: int) -> None:
+async def rows_come_back(turns: ModelLock, lane: Lane, deadline: int) -> None:
     """Wait until rows of a lane may have become free. Raises Busy if the deadline has passed."""
     import asyncio  # most clients have no event loop, and importing it takes as long as ZeroMQ
 

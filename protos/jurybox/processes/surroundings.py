@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class _State(NamedTuple):
+class _ProcessState(NamedTuple):
     """A state of the process.
 
     Attributes:
@@ -104,63 +104,63 @@ def _set_precision(torch: Any, wanted: dict[str, Any]) -> None:
 
 
 _STATES = (
-    _State("the working directory", "os", _folder, _enter),
-    _State(
+    _ProcessState("the working directory", "os", _folder, _enter),
+    _ProcessState(
         "the locale",
         "locale",
         lambda _: locale.setlocale(locale.LC_ALL),
         lambda _, was: locale.setlocale(locale.LC_ALL, was),
     ),
-    _State("which warnings are errors", "warnings", _raising, _raise_only),
-    _State(
+    _ProcessState("which warnings are errors", "warnings", _raising, _raise_only),
+    _ProcessState(
         "NumPy's error state",
         "numpy",
         lambda numpy: numpy.geterr(),
         lambda numpy, was: numpy.seterr(**was),
         lambda _: {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"},
     ),
-    _State(
+    _ProcessState(
         "torch's default dtype",
         "torch",
         lambda torch: torch.get_default_dtype(),
         lambda torch, was: torch.set_default_dtype(was),
         lambda torch: torch.float32,
     ),
-    _State(
+    _ProcessState(
         "torch's default device",
         "torch",
         _device,
         lambda torch, was: torch.set_default_device(None if was.type == "cpu" else was),
         lambda torch: torch.device("cpu"),
     ),
-    _State(
+    _ProcessState(
         "torch's grad mode",
         "torch",
         lambda torch: torch.is_grad_enabled(),
         lambda torch, was: torch.set_grad_enabled(was),
         lambda _: True,
     ),
-    _State(
+    _ProcessState(
         "torch's number of threads",
         "torch",
         lambda torch: torch.get_num_threads(),
         lambda torch, was: torch.set_num_threads(was),
     ),
-    _State(
+    _ProcessState(
         "torch's deterministic algorithms",
         "torch",
         lambda torch: torch.are_deterministic_algorithms_enabled(),
         lambda torch, was: torch.use_deterministic_algorithms(was),
         lambda _: False,
     ),
-    _State("torch's precision of matrix products", "torch", _precision, _set_precision, slow=True),
+    _ProcessState("torch's precision of matrix products", "torch", _precision, _set_precision, slow=True),
 )
 
 
 _UNKNOWN = object()
 
 
-def _read(state: _State, module: Any) -> Any:
+def _read(state: _ProcessState, module: Any) -> Any:
     """Return a state; _UNKNOWN if its module does not tell it, as while it is being imported."""
     try:
         return state.get(module)

@@ -47,7 +47,7 @@ class _Got(dict[bool, None]):
 _MINE = _Got(Taken)
 
 
-class Turn:
+class LockTurn:
     """A context manager that acquires a lock within `seconds`, or without waiting (0), and otherwise raises.
 
     Entering and leaving are single C calls, as with a lock itself: a KeyboardInterrupt cannot occur between acquiring
@@ -89,7 +89,7 @@ class TimedLock:
         """Whether this thread has the lock: this call is nested in the one that took it."""
         return bool(self._lock._is_owned())
 
-    def within(self, seconds: float) -> Turn:
+    def within(self, seconds: float) -> LockTurn:
         """Return a context manager that takes the lock, also if this thread has it already.
 
         Raises, when it is entered:
@@ -97,10 +97,10 @@ class TimedLock:
             Refused: another thread has it, which may wait for this one to carry its answer.
         """
         if is_serving():
-            return Turn(self._lock, 0.0, _Got(self._unserved))
-        return Turn(self._lock, seconds, _Got(lambda: self._late(seconds)))
+            return LockTurn(self._lock, 0.0, _Got(self._unserved))
+        return LockTurn(self._lock, seconds, _Got(lambda: self._late(seconds)))
 
-    def once(self, seconds: float) -> Turn:
+    def once(self, seconds: float) -> LockTurn:
         """Like `within`, but for what exists once.
 
         Raises:

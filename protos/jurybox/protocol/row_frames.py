@@ -50,7 +50,7 @@ def packed(columns: Columns, kind: Kind, first: int, rows: int, *, failed: bool 
     return frames
 
 
-class PlainRows:
+class PlainFrames:
     """A faster `packed` and `unpack` for rows of fixed shapes without state.
 
     Valid as long as the columns' memory is mapped.

@@ -19,7 +19,7 @@ from jurybox.protocol.wire import IDENTITY, PACK_REPLY, PREFIX, TICKET, TICKET_F
 from jurybox.server.settings.endpoints import bind_for_own_user
 
 
-class ShmTransport:
+class ShmTickets:
     """The engine's side of its shared-memory rings.
 
     Args:
@@ -64,7 +64,7 @@ _EVENTS, _RCVMORE = int(zmq.EVENTS), int(zmq.RCVMORE)
 _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
-class ZmqTransport:
+class ZmqTickets:
     """Receives tickets and sends replies on one ROUTER socket.
 
     Args:

@@ -26,7 +26,7 @@ from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import End, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import Control, Word
+from jurybox.training.runtime.scoreboard import ControlWord, Word
 
 # fmt: off
 SMALL = [
@@ -129,7 +129,7 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
         assert rows <= 2 * (shared.scoreboard.env_steps + shared.scoreboard.episodes) + 8 * (len(kills) + 2) + 16
         if now - last_kill[0] < seconds or steps < last_kill[1] + 200:
             return
-        if shared.scoreboard.control[:, Control.RESTARTS].sum() < len(kills):
+        if shared.scoreboard.control[:, ControlWord.RESTARTS].sum() < len(kills):
             return  # the killed process has not ended yet
         if len(kills) == times:
             signals.ask()

@@ -289,7 +289,7 @@ def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, engine, s
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         address = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        check_deadline(libzmq._Caller(libzmq._Attached(dealer, address, LANE, LEASE, LIFE), place), None)
+        check_deadline(libzmq._ZmqCaller(libzmq._AttachedSocket(dealer, address, LANE, LEASE, LIFE), place), None)
 
     connection, rows, transport = connected(router)
     check_deadline(transport.caller(row_place(connection, rows)), np.ones(2, np.float32))
@@ -543,7 +543,7 @@ def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothi
     fell = 0
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         for moment in each_moment((libzmq.__file__,), interrupt):
-            engine = libzmq._Attached(dealer, address, LANE, LEASE, LIFE)
+            engine = libzmq._AttachedSocket(dealer, address, LANE, LEASE, LIFE)
             engine.unanswered[7] = None
             engine._arrived.append(PREFIX + PACK_REPLY.pack(7, 0, LIFE, 0))
             with contextlib.suppress(KeyboardInterrupt), moment:

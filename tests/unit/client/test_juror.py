@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from jurybox.client.juror import Juror, Passing, _Asked, _Vote
-from jurybox.client.juror_calls import Waiting
+from jurybox.client.juror import Juror, Passing, _ScoreCall, _Vote
+from jurybox.client.juror_calls import WaitingCalls
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, ModelFailed, Refused, ServerGone, SpecMismatch
@@ -18,12 +18,12 @@ SPEC = ModelSpec("m", {"x": TensorSpec("float32", ())}, {"score": TensorSpec("fl
 
 
 def call(n):
-    return _Asked({"x": [float(i) for i in range(n)]}, n, 0.0)
+    return _ScoreCall({"x": [float(i) for i in range(n)]}, n, 0.0)
 
 
 def waiting(*calls, idle=0):
     """Calls that wait, for one thread that takes them and `idle` others."""
-    made = Waiting()
+    made = WaitingCalls()
     made._idle = idle
     made.put(calls)
     return made
@@ -105,7 +105,7 @@ def test_a_call_is_fitted_once_and_fails_once():
     rows = asked.rows
     asked.fit_once(SPEC, {})
     assert asked.rows is rows and len(rows) == 2
-    wrong = _Asked({"y": [1.0]}, 1, 0.0)
+    wrong = _ScoreCall({"y": [1.0]}, 1, 0.0)
     for _ in range(2):
         with pytest.raises(SpecMismatch, match="expected a column"):
             wrong.fit_once(SPEC, {})
@@ -234,7 +234,7 @@ def test_a_refusal_for_another_reason_is_raised_and_a_score_that_is_no_number_is
 
 
 def test_threads_end_after_the_last_call():
-    made = Waiting()
+    made = WaitingCalls()
     found = []
 
     def work():

@@ -139,10 +139,10 @@ def test_each_of_many_threads_is_answered_and_the_lane_is_whole_afterwards(share
 
 
 def test_a_lock_that_is_given_up_on_stays_the_others():
-    from jurybox.protocol.locks import Taken, Turn
+    from jurybox.protocol.locks import LockTurn, Taken
 
     lock = threading.RLock()
-    free = Turn(lock)
+    free = LockTurn(lock)
     taken, let_go = threading.Event(), threading.Event()
 
     def hold():
@@ -153,11 +153,11 @@ def test_a_lock_that_is_given_up_on_stays_the_others():
     thread = threading.Thread(target=hold)
     thread.start()
     assert taken.wait(30)
-    for turn in (free, Turn(lock, 0.05)):
+    for turn in (free, LockTurn(lock, 0.05)):
         with pytest.raises(Taken), turn:
             raise AssertionError("it is another's")
     let_go.set()
     thread.join(30)
     for _ in range(2):
-        with free, free, Turn(lock, 1.0):  # by the same thread as often as it likes
+        with free, free, LockTurn(lock, 1.0):  # by the same thread as often as it likes
             pass

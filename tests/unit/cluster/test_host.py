@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.runtime.toys import plan
 
-from jurybox.cluster.host import Counters, Host, TimelineCopy
+from jurybox.cluster.host import Host, RoleCounters, TimelineCopy
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.scoreboard import Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
@@ -52,7 +52,7 @@ def test_a_role_that_comes_back_to_a_machine_keeps_the_timeline_of_its_time_else
     there = away.shared.scoreboard
     written(there, 0, 0, (1, 2, Subject.NOTHING), (2, 3, Subject.STEPS))
     written(run, 0, 0, (10, 20, Subject.NOTHING), (20, 30, Subject.STEPS), (30, 40, Subject.NOTHING))
-    away.context(Counters.of(run, [0], orders=True))
+    away.context(RoleCounters.of(run, [0], orders=True))
     assert there.words[0][Word.INTERVALS] == 3, "it goes on after what the run has"
     written(there, 0, 3, (100, 200, Subject.NOTHING))
     away.timeline(0).write(run, 0)

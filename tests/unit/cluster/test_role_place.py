@@ -11,7 +11,7 @@ from jurybox.cluster.actors import RolePlace
 from jurybox.training.runtime.launching import configuration
 from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
 from jurybox.training.runtime.role_context import Actor
-from jurybox.training.runtime.scoreboard import Control
+from jurybox.training.runtime.scoreboard import ControlWord
 from jurybox.training.runtime.shared_resources import SharedResources
 
 
@@ -34,7 +34,7 @@ def test_a_dead_role_is_noticed_while_a_child_that_it_forked_lives(tmp_path):
     plan = Plan((RoleSpec("actor", Kind.ACTOR, f"{__name__}:Forking", {"child": str(child)}),))
     shared, place = SharedResources.create(plan), RolePlace(plan, 0)
     try:
-        shared.scoreboard.orders[0][Control.LIFE] = 1
+        shared.scoreboard.orders[0][ControlWord.LIFE] = 1
         place.start(configuration(plan, 0, 1, shared.scoreboard.segment.name, None, tmp_path), None)
         until = time.monotonic() + 30.0
         while (output := place.listen(0.1)).status is None and time.monotonic() < until:

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.unit.cluster.workers_here import WorkersHere
 from tests.unit.vector.vector_environments import Counter, Nested
 
-from jurybox.cluster.vector_env import Groups, SpreadVectorEnv, joined
+from jurybox.cluster.vector_env import SpreadVectorEnv, WorkerGroups, joined
 from jurybox.studies.workflow import environments
 from jurybox.studies.workflow.cage import CageRows, CageVectorEnv
 from jurybox.studies.workflow.rollouts import play
@@ -22,7 +22,7 @@ def counters(*counts: int, groups: int = 1) -> tuple[WorkersHere, list[SpreadVec
     makers, name = [], 0
     for count in counts:
         own = [partial(SyncVectorEnv, [partial(Counter, name + i) for i in range(count)])] * groups
-        makers.append(partial(Groups, own))
+        makers.append(partial(WorkerGroups, own))
         name += count
     workers = WorkersHere(makers)
     return workers, [SpreadVectorEnv(workers, group, counts) for group in range(groups)]
@@ -54,7 +54,7 @@ def test_groups_of_workers_behave_like_all_environments_in_one_process() -> None
 
 
 def test_nested_observations_are_joined() -> None:
-    makers = [partial(Groups, [partial(SyncVectorEnv, [Nested] * n)]) for n in (1, 2)]
+    makers = [partial(WorkerGroups, [partial(SyncVectorEnv, [Nested] * n)]) for n in (1, 2)]
     spread, together = SpreadVectorEnv(WorkersHere(makers), 0, (1, 2)), SyncVectorEnv([Nested] * 3)
     same(spread.reset(seed=1), together.reset(seed=1))
 
@@ -129,7 +129,7 @@ def test_networks_are_the_same_however_they_are_shared_out(counts) -> None:
         partial(CageRows, count, "Meander", first=first, of=12, episode_length=6, autoreset_mode="Disabled")
         for first, count in zip(firsts, counts, strict=True)
     ]
-    spread = SpreadVectorEnv(WorkersHere([partial(Groups, [make]) for make in makers]), 0, counts)
+    spread = SpreadVectorEnv(WorkersHere([partial(WorkerGroups, [make]) for make in makers]), 0, counts)
     assert spread.metadata["autoreset_mode"] is AutoresetMode.DISABLED
     same(spread.reset(seed=5), whole.reset(seed=5))
     random = np.random.default_rng(0)
@@ -171,7 +171,7 @@ def test_episodes_played_in_halves_are_those_played_at_once() -> None:
 def test_the_next_half_is_acted_for_while_the_first_steps() -> None:
     settings = WorkflowTraining(envs=4, total_episodes=40, episode_length=3)
     rows = [range(2), range(2, 4)]
-    workers = WorkersHere([partial(Groups, [environments.maker(settings, each) for each in rows])])
+    workers = WorkersHere([partial(WorkerGroups, [environments.maker(settings, each) for each in rows])])
     halves = [SpreadVectorEnv(workers, group, (2,)) for group in range(2)]
     said = workers.asked
     policy = Scripted()

@@ -11,7 +11,7 @@ from jurybox.client import ModelFailed, ModelNotFound, Refused, Timeout
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import COUNTERS
-from jurybox.server.engine.batches import Counters
+from jurybox.server.engine.batches import ModelCounters
 from jurybox.server.engine.queues import PASSED_OVER
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
@@ -163,7 +163,7 @@ def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
 def test_the_counters_of_a_successor_go_on_but_for_its_sessions_and_the_newest_version_never_falls():
     shown = np.zeros(1, COUNTERS)
     shown["requests"], shown["sessions"] = 7, 3
-    counters = Counters(shown)
+    counters = ModelCounters(shown)
     counters.show()
     assert (shown["requests"], shown["sessions"]) == (7, 0)
     for version in (5, 4):

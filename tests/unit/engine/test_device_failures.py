@@ -435,7 +435,7 @@ def test_a_batch_that_never_ends_since_the_gpu_failed_ends_the_engine(lost, monk
     first.shown, second.shown = 3, 4
     with torch.inference_mode():
         batches.run(first, tickets((0, 1)), 1, 0)
-        monkeypatch.setattr(device_module.Batch, how, fail)
+        monkeypatch.setattr(device_module.DeviceBatch, how, fail)
         with pytest.raises(DeviceLost, match="illegal memory access") as raised:
             if how == "finish":
                 batches.run(second, tickets((1, 1)), 1, 0)

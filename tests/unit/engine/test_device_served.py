@@ -17,7 +17,7 @@ from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine import weights_updater
-from jurybox.server.engine.batches import Batches, Counters, Slot
+from jurybox.server.engine.batches import Batches, ModelCounters, Slot
 from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, neighbours, pays
 from jurybox.server.engine.graphs import ladder, rung
 from jurybox.server.engine.queues import Queue
@@ -75,7 +75,7 @@ def served(arena, module=None):
 
 
 def slot_of(arena, module=None):
-    return Slot(served(arena, module), Queue(ROWS), Counters(np.zeros(1, COUNTERS)))
+    return Slot(served(arena, module), Queue(ROWS), ModelCounters(np.zeros(1, COUNTERS)))
 
 
 def noted(device=CPU):

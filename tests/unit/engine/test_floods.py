@@ -14,7 +14,7 @@ from jurybox.protocol.errors import Code
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, TICKET, lane_identity
 from jurybox.server.inproc import InprocServer
 from jurybox.server.logs import LogLimiter
-from jurybox.server.transports import ZmqTransport
+from jurybox.server.transports import ZmqTickets
 
 INCARNATION = 5
 
@@ -81,7 +81,7 @@ def meeting(tmp_path):
     context, reported, opened = zmq.Context(), [], []
     address = f"ipc://{tmp_path}/transport"
     limited = LogLimiter(lambda event, **fields: reported.append((event, fields)))
-    transport = ZmqTransport(context, address, INCARNATION, limited)
+    transport = ZmqTickets(context, address, INCARNATION, limited)
 
     def dealer(identity):
         socket = context.socket(zmq.DEALER)

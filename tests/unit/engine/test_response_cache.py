@@ -9,7 +9,7 @@ from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.response_cache import ResponseCache
-from jurybox.server.engine.served import Outcome
+from jurybox.server.engine.served import BatchOutcome
 from jurybox.server.settings.config import ModelSettings
 
 ROWS = 16
@@ -123,7 +123,7 @@ def test_a_batch_with_failed_rows_keeps_nothing_and_names_the_rows_of_the_whole_
     cache = ResponseCache(adds, columns, 1 << 20)
     put(columns, 1, 2, 3)
     run(cache, columns, (0, 1))
-    adds.outcome = Outcome()
+    adds.outcome = BatchOutcome()
     adds.rows.clear()
     assert run(cache, columns, (0, 3)) is adds.outcome
     assert adds.rows == [1, 2, 0, 1, 2], "the last run is that of the whole batch"

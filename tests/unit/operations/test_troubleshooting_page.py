@@ -14,7 +14,7 @@ from tests.serving import serving
 from jurybox.client import connect
 from jurybox.protocol.errors import Error
 from jurybox.server.settings.config import load_settings
-from jurybox.server.settings.sources import ConfigError
+from jurybox.server.settings.sources import InvalidConfig
 from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, make_environment
 
@@ -70,10 +70,10 @@ def has_entry(said: str) -> bool:
 )
 def test_a_wrong_configuration_leads_to_an_entry(text, tmp_path) -> None:
     (tmp_path / "server.toml").write_text(text)
-    with pytest.raises(ConfigError) as wrong:
+    with pytest.raises(InvalidConfig) as wrong:
         load_settings(tmp_path / "server.toml", (), {})
     assert has_entry(str(wrong.value)), wrong.value
-    with pytest.raises(ConfigError) as missing:
+    with pytest.raises(InvalidConfig) as missing:
         load_settings(tmp_path / "nothing.toml", (), {})
     assert has_entry(str(missing.value)), missing.value
 

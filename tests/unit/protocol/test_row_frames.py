@@ -24,7 +24,7 @@ def columns(spec=PLAIN, rows=5):
 
 def test_plain_rows_have_the_frames_of_all_rows():
     made = columns()
-    plain = row_frames.PlainRows(made, "inputs")
+    plain = row_frames.PlainFrames(made, "inputs")
     assert plain
     assert plain.row_bytes == 25
     assert plain.copies(1, 3) == [
@@ -36,7 +36,7 @@ def test_plain_rows_are_written_only_to_their_places():
     source, target = columns(), columns()
     for array in target.inputs.values():
         array[...] = 0
-    row_frames.PlainRows(target, "inputs").write(2, 2, row_frames.PlainRows(source, "inputs").copies(0, 2))
+    row_frames.PlainFrames(target, "inputs").write(2, 2, row_frames.PlainFrames(source, "inputs").copies(0, 2))
     for name, array in target.inputs.items():
         np.testing.assert_array_equal(array[2:4], source.inputs[name][:2])
         assert not array[[0, 1, 4]].any()
@@ -47,11 +47,11 @@ def test_frames_that_do_not_fit_are_refused_and_nothing_is_written(frames):
     made = columns()
     before = made.inputs["x"].copy()
     with pytest.raises(Error, match="came"):
-        row_frames.PlainRows(made, "inputs").write(0, 2, frames)
+        row_frames.PlainFrames(made, "inputs").write(0, 2, frames)
     np.testing.assert_array_equal(made.inputs["x"], before)
 
 
 def test_rows_of_any_size_are_not_plain():
     spec = ModelSpec("open", {"x": TensorSpec("uint8", (-1,), capacity=8)}, {"y": TensorSpec("float32", ())})
-    assert not row_frames.PlainRows(columns(spec), "inputs")
-    assert row_frames.PlainRows(columns(spec), "outputs")
+    assert not row_frames.PlainFrames(columns(spec), "inputs")
+    assert row_frames.PlainFrames(columns(spec), "outputs")

@@ -16,7 +16,7 @@ from jurybox import native
 from jurybox.protocol.errors import Refused, SharedMemoryError, SpecMismatch
 from jurybox.training.replay import Damaged, Episodes, Field, RateLimiter, Replay, Windows, archive
 from jurybox.training.replay import save as saving
-from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, Kind, head_of, record_head
+from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Archive, ItemKind, head_of, record_head
 
 FIELDS = {"x": Field((600,)), "p": Field((40,), "float32", stored="sparse", nonzero=5), "n": Field((), "int64")}
 
@@ -79,7 +79,7 @@ def test_chunks_are_blocks_as_lz4_itself_has_them(make, loaded, tmp_path, small_
     slots = replay.parts[0].slots
     for record in records:
         payload = file[record.offset : record.offset + record.stored_bytes]
-        if record.kind is Kind.ROWS:
+        if record.kind is ItemKind.ROWS:
             assert CODECS[record.codec] == "lz4" and record.stored_bytes < record.raw_bytes / 4
             raw = lz4.block.decompress(payload, uncompressed_size=record.raw_bytes)
             assert raw == slots[record.first : record.first + record.rows].tobytes()
@@ -393,7 +393,7 @@ def test_a_file_has_its_name_when_all_of_it_is_on_the_disk(make, tmp_path, monke
         fsync(fd)
 
     def written(fd: int, content: bytes, at: int) -> int:
-        done.extend(["commit"] if Kind.COMMIT.to_bytes(1, "little") == bytes(content[4:5]) and at else [])
+        done.extend(["commit"] if ItemKind.COMMIT.to_bytes(1, "little") == bytes(content[4:5]) and at else [])
         return pwrite(fd, content, at)
 
     monkeypatch.setattr(os, "fsync", synced)

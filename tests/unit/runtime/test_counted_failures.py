@@ -9,9 +9,9 @@ import pytest
 from tests.unit.runtime.toys import plan
 
 from jurybox.protocol.segment import segment_name
-from jurybox.training.runtime.launching import Child
+from jurybox.training.runtime.launching import RoleChild
 from jurybox.training.runtime.plan import Timeouts
-from jurybox.training.runtime.scoreboard import Control, Scoreboard, Subject, Word, _roles
+from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, Subject, Word, _roles
 
 SECOND = 10**9
 PLAN = plan(timeouts=Timeouts(settled=30.0))
@@ -48,11 +48,11 @@ class Launcher:
     ],
 )
 def test_the_count_begins_anew_after_a_life_that_went_well(tmp_path, moved, heartbeat, subject, condemned, failures):
-    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
-    child = Child(PLAN, 0, scoreboard, tmp_path / "log", Launcher(), tmp_path)
+    scoreboard = RunScoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    child = RoleChild(PLAN, 0, scoreboard, tmp_path / "log", Launcher(), tmp_path)
     child.start(STARTED, None)
     words, orders = scoreboard.words[0], scoreboard.orders[0]
-    orders[Control.FAILURES] = 3
+    orders[ControlWord.FAILURES] = 3
     words[Word.READY_AT], words[Word.MOVED_AT] = READY * SECOND, moved * SECOND
     words[Word.HEARTBEAT], words[Word.WAITS_FOR] = heartbeat * SECOND, subject << 32
     if condemned:
@@ -64,8 +64,8 @@ def test_the_count_begins_anew_after_a_life_that_went_well(tmp_path, moved, hear
 
 
 def test_a_death_at_the_start_counts_whatever_the_life_before_did(tmp_path):
-    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
-    child = Child(PLAN, 0, scoreboard, tmp_path / "log", Launcher(), tmp_path)
+    scoreboard = RunScoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    child = RoleChild(PLAN, 0, scoreboard, tmp_path / "log", Launcher(), tmp_path)
     words = scoreboard.words[0]
     words[Word.READY_AT], words[Word.MOVED_AT] = 500 * SECOND, 900 * SECOND
     child.start(STARTED, None)
@@ -76,7 +76,7 @@ def test_a_death_at_the_start_counts_whatever_the_life_before_did(tmp_path):
 
 
 def test_the_shared_state_of_a_role_that_starts_tells_no_heartbeat():
-    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    scoreboard = RunScoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
     try:
         assert all("no heartbeat yet" in line for line in _roles(scoreboard))
         scoreboard.words[0][Word.HEARTBEAT] = time.monotonic_ns()

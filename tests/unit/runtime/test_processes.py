@@ -22,7 +22,7 @@ from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import Budget, End, NotRunning, Timeouts
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import RUNNING, Control, Scoreboard, State, Word, debug_state
+from jurybox.training.runtime.scoreboard import RUNNING, ControlWord, RunScoreboard, State, Word, debug_state
 
 ROOT = Path(__file__).parents[3]
 
@@ -247,7 +247,7 @@ def test_a_role_that_hangs_in_every_life_ends_the_run(tmp_path):
     signals = Signals()
 
     def watch(shared):
-        if shared.scoreboard.control[:, Control.RESTARTS].sum() > 4:
+        if shared.scoreboard.control[:, ControlWord.RESTARTS].sum() > 4:
             signals.ask()  # the time in which it hung passes for work, and this would go on for ever
 
     # Silent for longer than what makes a role settled.
@@ -293,7 +293,7 @@ def test_a_pause_of_all_processes_longer_than_roles_may_be_silent_kills_none(tmp
     running = subprocess.Popen([sys.executable, "-c", PAUSED, str(tmp_path)], cwd=ROOT)
     try:
         wait_until((tmp_path / RUNNING).exists, START)
-        scoreboard = Scoreboard.attach(json.loads((tmp_path / RUNNING).read_text())["scoreboard"], keep_alive=False)
+        scoreboard = RunScoreboard.attach(json.loads((tmp_path / RUNNING).read_text())["scoreboard"], keep_alive=False)
         wait_until(lambda: all(words[Word.STATE] == State.RUNNING for words in scoreboard.words), START, "all roles")
         roles = [words[Word.PID] for words in scoreboard.words]
         for pid in (running.pid, *roles):

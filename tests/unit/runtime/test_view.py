@@ -12,20 +12,20 @@ from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.protocol.segment import segment_name
 from jurybox.training.runtime.progress import RunMetrics, View
-from jurybox.training.runtime.scoreboard import Control, Scoreboard, State, Subject, Word
+from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, State, Subject, Word
 
 PLAN = plan(actors=2)
 
 
 @pytest.fixture
 def scoreboard():
-    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    scoreboard = RunScoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
     scoreboard.words[0][Word.STATE] = State.RUNNING
     scoreboard.words[0][Word.ENV_STEPS] = 1234
     scoreboard.words[0][Word.BUSY], scoreboard.words[0][Word.WAITED] = 3, 1
     scoreboard.words[2][Word.WAITS_FOR] = Subject.STEPS << 32
     scoreboard.words[2][Word.WAITS_SINCE] = time.monotonic_ns() - 5 * 10**9
-    scoreboard.orders[1][Control.RESTARTS] = 7
+    scoreboard.orders[1][ControlWord.RESTARTS] = 7
     yield scoreboard
     scoreboard.close()
 

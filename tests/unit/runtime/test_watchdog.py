@@ -9,7 +9,7 @@ from tests.unit.runtime.toys import plan
 
 from jurybox.protocol.segment import segment_name
 from jurybox.training.runtime.plan import Timeouts
-from jurybox.training.runtime.scoreboard import Control, Scoreboard, State, Subject, Word
+from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, State, Subject, Word
 from jurybox.training.runtime.watchdog import examine
 
 SECOND = 10**9
@@ -20,7 +20,7 @@ ACTOR, OTHER, LEARNER = 0, 1, 2
 
 @pytest.fixture
 def scoreboard():
-    scoreboard = Scoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
+    scoreboard = RunScoreboard.create(segment_name(uuid.uuid4().hex[:8], "run"), PLAN, {"rows": "x"}, {"policy": "y"})
     for words in scoreboard.words:
         words[Word.STATE], words[Word.HEARTBEAT] = State.RUNNING, NOW
     yield scoreboard
@@ -51,7 +51,7 @@ def test_a_learner_has_more_time_than_an_actor(scoreboard):
 
 def test_a_start_that_takes_too_long_is_given_up(scoreboard):
     scoreboard.words[ACTOR][Word.STATE] = State.STARTING
-    scoreboard.orders[ACTOR][Control.STARTED_AT] = NOW - 31 * SECOND
+    scoreboard.orders[ACTOR][ControlWord.STARTED_AT] = NOW - 31 * SECOND
     assert examine(PLAN, scoreboard, NOW).role == ACTOR
 
 
@@ -92,7 +92,7 @@ def test_time_in_which_the_orchestrator_was_stopped_is_no_silence(scoreboard):
 
 def test_time_in_which_the_orchestrator_was_stopped_delays_starts_and_waits(scoreboard):
     scoreboard.words[OTHER][Word.STATE] = State.STARTING
-    scoreboard.orders[OTHER][Control.STARTED_AT] = NOW - 500 * SECOND
+    scoreboard.orders[OTHER][ControlWord.STARTED_AT] = NOW - 500 * SECOND
     assert examine(PLAN, scoreboard, NOW, since=NOW - 29 * SECOND) is None
     assert examine(PLAN, scoreboard, NOW, since=NOW - 31 * SECOND).role == OTHER
     scoreboard.words[OTHER][Word.STATE] = State.RUNNING
@@ -103,13 +103,13 @@ def test_time_in_which_the_orchestrator_was_stopped_delays_starts_and_waits(scor
 
 def test_processes_that_just_started_get_their_time(scoreboard):
     let_wait(scoreboard, LEARNER, Subject.STEPS, 500)
-    scoreboard.orders[ACTOR][Control.STARTED_AT] = NOW - 5 * SECOND
+    scoreboard.orders[ACTOR][ControlWord.STARTED_AT] = NOW - 5 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None
 
 
 def test_a_start_that_takes_longer_than_a_stall_leaves_its_role_a_stalls_time_for_its_first_step(scoreboard):
     let_wait(scoreboard, ACTOR, Subject.WEIGHTS, 110)
-    scoreboard.orders[LEARNER][Control.STARTED_AT] = NOW - 110 * SECOND
+    scoreboard.orders[LEARNER][ControlWord.STARTED_AT] = NOW - 110 * SECOND
     scoreboard.words[LEARNER][Word.READY_AT] = NOW - 1 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None
     scoreboard.words[LEARNER][Word.READY_AT] = NOW - 61 * SECOND

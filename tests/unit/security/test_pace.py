@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from jurybox.server.gateway.http_server import Transport, _Paced
+from jurybox.server.gateway.http_server import ConnectionTransport, _Paced
 from jurybox.server.gateway.process import _loop
 from jurybox.server.security import pace as module
-from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Pace, Turns, joined
+from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Turns, WorkPace, joined
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def active(monkeypatch):
 
 
 def test_who_works_alone_does_not_rest(clock):
-    pace, one = Pace(), object()
+    pace, one = WorkPace(), object()
     for _ in range(3):
         pace.heard(one)
         clock[0] += 0.01
@@ -36,7 +36,7 @@ def test_who_works_alone_does_not_rest(clock):
 
 
 def test_who_works_beside_others_rests_as_long_as_it_worked(clock):
-    pace, one, other = Pace(), object(), object()
+    pace, one, other = WorkPace(), object(), object()
     pace.heard(other)
     pace.heard(one)
     clock[0] += 0.03
@@ -47,7 +47,7 @@ def test_who_works_beside_others_rests_as_long_as_it_worked(clock):
 
 
 def test_a_rest_ends_soon_however_long_the_work_was(clock):
-    pace, one, other = Pace(), object(), object()
+    pace, one, other = WorkPace(), object(), object()
     pace.heard(other)
     clock[0] += 60
     assert pace.rest(one, 60.0) == 0.1
@@ -56,7 +56,7 @@ def test_a_rest_ends_soon_however_long_the_work_was(clock):
 def test_after_each_rest_the_work_goes_on_once():
     async def work():
         gone_on = asyncio.Event()
-        pace, times = Pace(), []
+        pace, times = WorkPace(), []
         breaks = Breaks(pace, lambda: (times.append(time.monotonic()), gone_on.set()))
         pace.heard(object())
         began = time.monotonic() - 0.02
@@ -158,7 +158,7 @@ def test_turns_of_any_length_of_any_number_leave_twice_the_time_that_they_take(n
 
 def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):
     async def work():
-        pace, gone_on, worked, left = Pace(), asyncio.Event(), 0.0, 0.0
+        pace, gone_on, worked, left = WorkPace(), asyncio.Event(), 0.0, 0.0
         breaks = Breaks(pace, gone_on.set)
         for _ in range(100):
             pace.heard(gone_on)
@@ -230,7 +230,7 @@ def upload(size, *, others, pauses=False, ends=False):
         connection = Connection()
         connection.turns = turns
         beneath = Beneath()
-        connection.transport = Transport(beneath, lambda: None)
+        connection.transport = ConnectionTransport(beneath, lambda: None)
         if others:
             turns.heard(light)
         connection.data_received(bytes(size))

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from jurybox.server.security import access
 from jurybox.server.security.access import Access, Token, make_pair, read_pair, read_secret
-from jurybox.server.settings.config import ConfigError, ServerSettings, Settings, load_settings, require_servable
+from jurybox.server.settings.config import Configuration, InvalidConfig, ServerSettings, load_settings, require_servable
 
 SECRET = "0123456789abcdef-secret"
 MODEL = '[models.photo]\nfactory = "a:b"\n'
@@ -94,7 +94,7 @@ def test_a_wrong_token_is_complained_about_without_naming_it(tmp_path, text):
     file = tmp_path / "server.toml"
     file.write_text(text + MODEL)
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"server\.token") as caught:
+    with pytest.raises(InvalidConfig, match=r"server\.token") as caught:
         load_settings(file, [], {})
     assert "topsecret" not in str(caught.value)
     assert "123456789" not in str(caught.value)
@@ -104,7 +104,7 @@ def test_a_token_in_a_file_for_all_to_read_is_refused(tmp_path):
     file = tmp_path / "server.toml"
     file.write_text(f"[server]\ntoken = '{SECRET}'\n{MODEL}")
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="a file that others can read"):
+    with pytest.raises(InvalidConfig, match="a file that others can read"):
         load_settings(file, [], {})
     file.chmod(0o600)
     assert load_settings(file, [], {}).server.token == SecretStr(SECRET)
@@ -112,7 +112,7 @@ def test_a_token_in_a_file_for_all_to_read_is_refused(tmp_path):
 
 def test_a_token_on_the_command_line_is_refused_unseen():
     for flag in (f"server.token={SECRET}", f'"server".token = {SECRET}'):
-        with pytest.raises(ConfigError, match="command line is there for every user") as caught:
+        with pytest.raises(InvalidConfig, match="command line is there for every user") as caught:
             load_settings(None, [flag], {})
         assert SECRET not in str(caught.value)
 
@@ -146,7 +146,7 @@ def test_files_are_relative_to_the_configuration(tmp_path):
 def test_wrong_settings_are_named(tmp_path, server, says):
     file = tmp_path / "server.toml"
     file.write_text(f"[server]\n{server}\n{MODEL}")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(InvalidConfig, match=says):
         load_settings(file, [], {})
 
 
@@ -169,8 +169,8 @@ def test_a_tcp_address_leaves_an_address_for_clients_of_the_host():
     ],
 )
 def test_a_transport_to_others_without_its_locks_is_refused(server, lacks):
-    settings = Settings.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
-    with pytest.raises(ConfigError, match=lacks) as caught:
+    settings = Configuration.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
+    with pytest.raises(InvalidConfig, match=lacks) as caught:
         require_servable(settings, insecure=False)
     assert SECRET not in str(caught.value)
     require_servable(settings, insecure=True)
@@ -187,4 +187,6 @@ def test_a_transport_to_others_with_its_locks_opens():
         "curve_key": "c",
         "curve_clients": "d",
     }
-    require_servable(Settings.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}}), insecure=False)
+    require_servable(
+        Configuration.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}}), insecure=False
+    )

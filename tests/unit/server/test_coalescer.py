@@ -21,7 +21,7 @@ from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.inference import InferRequest, Input
 from jurybox.server.gateway.inference.lanes import ModelLane
 from jurybox.server.security.access import ClientConnection
-from jurybox.server.security.pace import Breaks, Pace
+from jurybox.server.security.pace import Breaks, WorkPace
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 ROW = {"x": np.ones((1, 2), np.float32)}
@@ -247,7 +247,7 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
             return Reply(inputs["x"], 1)
 
     let_go = []
-    lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append, pace=Pace())
+    lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append, pace=WorkPace())
     held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes, key=("slow", 2))
     asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
     await turns()
@@ -270,7 +270,7 @@ async def test_a_ticket_with_large_answers_leaves_time_to_other_lanes(monkeypatc
 
     rests = []
 
-    class Noted(Pace):
+    class Noted(WorkPace):
         def rest(self, who, seconds):
             rests.append(super().rest(who, seconds))
             return 10 * rests[-1]

@@ -11,10 +11,10 @@ import pytest
 from jurybox.protocol.errors import Refused
 from jurybox.server.settings import config as config_module
 from jurybox.server.settings.config import (
-    ConfigError,
+    Configuration,
+    InvalidConfig,
     ModelSettings,
     ServerSettings,
-    Settings,
     load_settings,
     model_settings_from_json,
     require_servable,
@@ -36,7 +36,7 @@ def write(tmp_path: Path):
 
 
 def wrong(path: Path | None, sets: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InvalidConfig) as caught:
         load_settings(path, sets, environ or {})
     return str(caught.value)
 
@@ -299,8 +299,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_serving_nothing_is_refused_with_an_example():
-    with pytest.raises(ConfigError, match=r'no model is configured(.|\n)*\[models.photo\]\nfactory = "'):
-        require_servable(Settings(), insecure=False)
+    with pytest.raises(InvalidConfig, match=r'no model is configured(.|\n)*\[models.photo\]\nfactory = "'):
+        require_servable(Configuration(), insecure=False)
 
 
 @pytest.mark.parametrize(
@@ -308,8 +308,8 @@ def test_serving_nothing_is_refused_with_an_example():
     [{"http": "0.0.0.0:8000"}, {"http": "[::]:8000"}, {"grpc": "myhost:8001"}, {"tcp": "10.0.0.5:5555"}],
 )
 def test_other_hosts_are_allowed_only_with_insecure(server):
-    settings = Settings.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
-    with pytest.raises(ConfigError, match=r"--insecure") as caught:
+    settings = Configuration.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}})
+    with pytest.raises(InvalidConfig, match=r"--insecure") as caught:
         require_servable(settings, insecure=False)
     assert next(iter(server.values())) in str(caught.value)
     require_servable(settings, insecure=True)
@@ -317,7 +317,7 @@ def test_other_hosts_are_allowed_only_with_insecure(server):
 
 @pytest.mark.parametrize("http", ["127.0.0.1:0", "127.1.2.3:80", "[::1]:8000", "localhost:8000", ""])
 def test_loopback_needs_no_flag(http):
-    settings = Settings.model_validate({"server": {"http": http}, "models": {"a": {"factory": "a:b"}}})
+    settings = Configuration.model_validate({"server": {"http": http}, "models": {"a": {"factory": "a:b"}}})
     require_servable(settings, insecure=False)
 
 
@@ -426,13 +426,15 @@ def test_a_dialect_that_takes_pickles_may_be_opened_on_purpose(write):
      ("pickles_from_elsewhere = true", "reward_model")],
 )  # fmt: skip
 def test_a_setting_that_a_dialect_does_not_use_is_refused(write, setting, speaks):
-    with pytest.raises(ConfigError, match=f"speaks '{speaks}', which does not use {setting.split()[0]}"):
+    with pytest.raises(InvalidConfig, match=f"speaks '{speaks}', which does not use {setting.split()[0]}"):
         load_settings(write(f'[models.m]\nfactory = "a:b"\n[dialects.{speaks}]\nmodel = "m"\n{setting}\n'), (), {})
 
 
 def test_a_dialects_port_that_others_reach_needs_a_token_and_tls(write):
     settings = load_settings(write(PHOTO + '[dialects.slime]\nmodel = "photo"\nport = 1\nhost = "0.0.0.0"\n'), (), {})
-    with pytest.raises(ConfigError, match=r'dialects.slime.host = "0.0.0.0:1" needs server.token_file and server.tls'):
+    with pytest.raises(
+        InvalidConfig, match=r'dialects.slime.host = "0.0.0.0:1" needs server.token_file and server.tls'
+    ):
         require_servable(settings, insecure=False)
 
 
@@ -473,7 +475,7 @@ def test_a_port_for_robots_has_its_own_model_and_address(tmp_path):
         ("photo", "", 'expected "host:port"'),
     ):
         path.write_text(ROBOT.format(model=model, listen=listen))
-        with pytest.raises(ConfigError, match=re.escape(wrong)):
+        with pytest.raises(InvalidConfig, match=re.escape(wrong)):
             load_settings(path, (), {})
 
 
@@ -482,7 +484,7 @@ def test_a_robots_port_that_others_reach_needs_a_token_and_tls(tmp_path):
     path.write_text(ROBOT.format(model="photo", listen="0.0.0.0:8002"))
     settings = load_settings(path, (), {})
     needs = 'robots.arm.listen = "0.0.0.0:8002" needs server.token_file and server.tls_cert'
-    with pytest.raises(ConfigError, match=re.escape(needs)):
+    with pytest.raises(InvalidConfig, match=re.escape(needs)):
         require_servable(settings, insecure=False)
     require_servable(settings, insecure=True)
 

@@ -81,7 +81,7 @@ def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch
     def told(devices, *, has_cuda, visible):
         monkeypatch.setattr(config, "torch_has_cuda", lambda: has_cuda)
         monkeypatch.setattr(config, "visible_cuda_devices", lambda: visible)
-        settings = config.Settings.model_validate({"server": {"devices": devices}})
+        settings = config.Configuration.model_validate({"server": {"devices": devices}})
         return settings.server.missing_devices()
 
     assert "has no CUDA" in told(["cuda:0"], has_cuda=False, visible=0)
@@ -95,8 +95,8 @@ def test_a_server_configured_with_a_missing_library_does_not_start(monkeypatch):
     from jurybox.server.settings import config
 
     monkeypatch.setattr(config, "torch_has_cuda", lambda: False)
-    settings = config.Settings.model_validate(
+    settings = config.Configuration.model_validate(
         {"server": {"devices": ["cuda:0"]}, "models": {"a": {"factory": "tests.models:affine"}}}
     )
-    with pytest.raises(config.ConfigError, match=r"server.devices = \['cuda:0'\]"):
+    with pytest.raises(config.InvalidConfig, match=r"server.devices = \['cuda:0'\]"):
         config.require_servable(settings, insecure=False)

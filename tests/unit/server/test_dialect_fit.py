@@ -10,7 +10,7 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.gateway.dialects import chat, json_dialects, pickle_dialects, reward_model
 from jurybox.server.gateway.dialects.router import _DIALECTS
-from jurybox.server.settings.config import Settings
+from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.dialect_fields import FIELDS, FRAMES, GENEVAL, IF_NAMED, PICTURE, TEXT
 from jurybox.server.supervisor.dialect_fit import require_answerable
 
@@ -26,7 +26,7 @@ JUDGES = {name: {"weight": 1, "model": "juror"} for name in ("rewards", "strict_
 def check(dialect, inputs, outputs=SCORE, panels=None):
     dialects = {"d": {"model": "juror", **dialect}}
     models = {"juror": {"factory": "a:b"}, "other": {"factory": "a:b"}}
-    settings = Settings.model_validate({"models": models, "dialects": dialects, "panels": panels or {}})
+    settings = Configuration.model_validate({"models": models, "dialects": dialects, "panels": panels or {}})
     require_answerable(settings, ModelSpec("juror", inputs, outputs))
 
 

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from jurybox import native
-from jurybox.server.gateway.dialects.intake import Reply
+from jurybox.server.gateway.dialects.intake import HttpReply
 from jurybox.server.gateway.dialects.known_paths import Endpoint, KnownPaths, with_dialects
 from jurybox.server.gateway.dialects.router import DialectPaths
 from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
@@ -46,11 +46,11 @@ class Gateway:
     def held(self) -> int:
         return self.budget.held(RECEIVED)
 
-    async def echo(self, body: bytes) -> Reply:
+    async def echo(self, body: bytes) -> HttpReply:
         self.bodies.append(body)
         await self.go.wait()
         told = b"<" + body[:100] + b">" if body != b"much" else b"m" * (32 << 20)
-        return Reply(told, "text/x-echo", 418 if body == b"bad" else 200, 7, self.more)
+        return HttpReply(told, "text/x-echo", 418 if body == b"bad" else 200, 7, self.more)
 
     async def app(self, scope, receive, send) -> None:
         self.by_layers += 1
@@ -189,8 +189,8 @@ def test_a_head_is_known_for_its_own_request_if_another_arrived_with_it():
     """Of one length and another path: the first must not be answered as the second was."""
 
     async def test(gateway, web):
-        async def why(body: bytes) -> Reply:
-            return Reply(b"y", "text/x-echo", 200, 7)
+        async def why(body: bytes) -> HttpReply:
+            return HttpReply(b"y", "text/x-echo", 200, 7)
 
         gateway.others["/dialects/y"] = why
         two = request(b"2", head=HEAD.replace("/dialects/x", "/dialects/y"))

@@ -20,14 +20,14 @@ from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.gateway.npy import npy_file, npy_head
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
-from jurybox.server.gateway.robots.lerobot_features import Features, bilinear
+from jurybox.server.gateway.robots.lerobot_features import RobotFeatures, bilinear
 from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot
 from jurybox.server.gateway.robots.observations import rows_of
 from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.limits import ROBOTS, Charge, budget_of
 from jurybox.server.security.pace import Turns
-from jurybox.server.settings.config import Settings
+from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.endpoints import listen
 from jurybox.server.supervisor.robot_fit import require_steerable
 
@@ -201,7 +201,7 @@ MISFITS = [
 def test_a_model_that_can_never_answer_a_protocol_is_refused_when_it_loads(speaks, inputs, outputs, state, why):
     robots = {"arm": {"model": "policy", "speaks": speaks, "listen": "127.0.0.1:0"}}
     models = {"policy": {"factory": "tests.models:affine"}}
-    settings = Settings.model_validate({"models": models, "robots": robots})
+    settings = Configuration.model_validate({"models": models, "robots": robots})
     with pytest.raises(SpecMismatch, match=rf"\[robots.arm\] can never be answered: .*{why}"):
         require_steerable(settings, ModelSpec("policy", inputs, outputs, state))
     require_steerable(settings, ModelSpec("other", inputs, outputs, state))
@@ -225,7 +225,7 @@ async def test_whether_a_robot_has_moved_is_seen_also_where_the_model_takes_only
     spec = ModelSpec("policy", {"observation.images.top": TensorSpec("uint8", (8, 6, 3))}, {"actions": NUMBERS})
     budget = budget_of(1000)
     robot = LeRobotRobot(native.Account(budget, ROBOTS))
-    robot.features = Features(lerobot_messages.Setup("act", features, 5, {}), spec)
+    robot.features = RobotFeatures(lerobot_messages.Setup("act", features, 5, {}), spec)
 
     def seen(step, state):
         return lerobot_messages.Observed(NEW, 0.0, step, dict(zip(names, state, strict=True)), must_go=False)

@@ -11,7 +11,7 @@ from tests.loops import turns
 
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code
-from jurybox.server.gateway.inference.sequences import Sequences, Turn
+from jurybox.server.gateway.inference.sequences import Sequences, SequenceTurn
 from jurybox.server.gateway.inference.tensors import Steps
 
 
@@ -67,12 +67,12 @@ class Gateway:
         self.sequences = Sequences(60.0, clock)
 
     async def step(self, name, value, *, start=False, end=False, seconds=5.0):
-        with Turn(self.sequences, "m", Steps(((name,),), (0 if start else None,), end)) as turn:
+        with SequenceTurn(self.sequences, "m", Steps(((name,),), (0 if start else None,), end)) as turn:
             return (await turn.infer(self.lanes, self.held, [value], 1, time.monotonic() + seconds, 0))[0]["y"][0]
 
     async def ours(self, steps, values, client="c", seconds=5.0):
         names, numbers = tuple((client, slot) for slot in steps), tuple(steps.values())
-        with Turn(self.sequences, "m", Steps(names, numbers, False, True)) as turn:
+        with SequenceTurn(self.sequences, "m", Steps(names, numbers, False, True)) as turn:
             until = time.monotonic() + seconds
             return (await turn.infer(self.lanes, self.held, values, len(values), until, 0))[0]["y"]
 
@@ -238,7 +238,7 @@ async def test_steps_after_a_failed_step_are_refused(gateway, lanes):
 
 async def test_a_request_that_is_refused_before_its_turn_has_not_come(gateway):
     await gateway.step("a", 1, start=True)
-    with pytest.raises(SpecMismatch), Turn(gateway.sequences, "m", Steps((("a",),), (None,))) as turn:
+    with pytest.raises(SpecMismatch), SequenceTurn(gateway.sequences, "m", Steps((("a",),), (None,))) as turn:
         await turn.infer(gateway.lanes, gateway.held, [1, 2], 2, time.monotonic() + 5, 0)
     assert await gateway.step("a", 2) == [1, 2]
 

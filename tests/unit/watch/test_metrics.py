@@ -14,7 +14,7 @@ from jurybox.protocol.errors import Code, Refused, SpecMismatch
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
-from jurybox.server.gateway.metrics import TABLE, Kind, exposition
+from jurybox.server.gateway.metrics import TABLE, MetricKind, exposition
 from jurybox.server.gateway.robots.counters import ChunkReport, PortCounters, RobotDelays
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed
 from jurybox.server.security.limits import GRPC, ROBOTS
@@ -127,10 +127,10 @@ def test_an_engine_that_died_is_down_and_counted(scene):
 def test_a_restarted_engine_changes_no_sum_and_no_count(scene):
     from jurybox.protocol.scoreboard import EngineState
 
-    counted = {metric.full_name for metric in TABLE if metric.kind is Kind.COUNTER} | {
+    counted = {metric.full_name for metric in TABLE if metric.kind is MetricKind.COUNTER} | {
         f"jurybox_{metric.name}_{part}"
         for metric in TABLE
-        if metric.kind is Kind.HISTOGRAM
+        if metric.kind is MetricKind.HISTOGRAM
         for part in ("sum", "count")
     }
     scene.add(0, PHOTO, requests=10, rows=40, batches=5, request_total_ns=1000, version=2, newest=2)

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from jurybox.protocol.errors import Refused, ServerGone, Timeout
 from jurybox.server.gateway import live
 from jurybox.server.gateway.app import create_app
-from jurybox.server.gateway.live import Broadcast, Watch
+from jurybox.server.gateway.live import Broadcast, Snapshots
 
 PAGE = Path(live.__file__).parent / "page"
 
@@ -88,7 +88,7 @@ async def test_metrics_without_a_server_are_unavailable(http, source):
 
 @pytest.mark.parametrize("error", [Timeout("too slow"), ServerGone("no answer within 1.0 s")])
 async def test_a_supervisor_that_is_slow_to_answer_does_not_end_the_numbers(source, monkeypatch, error):
-    watch = Watch(source)
+    watch = Snapshots(source)
     await watch.snapshot()
     monkeypatch.setattr("jurybox.server.gateway.live._NAMES_FOR", 0.0)
     source.error = error
@@ -100,7 +100,7 @@ async def test_a_supervisor_that_is_slow_to_answer_does_not_end_the_numbers(sour
 
 
 async def test_a_server_that_died_is_gone_at_once_though_its_names_are_known(source, scene, monkeypatch):
-    watch = Watch(source)
+    watch = Snapshots(source)
     await watch.snapshot()
     monkeypatch.setattr("jurybox.server.gateway.live._NAMES_FOR", 0.0)
     source.error = ServerGone("no answer within 1.0 s")
@@ -116,7 +116,7 @@ def parsed(event: str) -> tuple[str, dict[str, Any]]:
 
 
 async def test_the_stream_samples_only_with_subscribers(source):
-    broadcast = Broadcast(Watch(source), interval=0.05)
+    broadcast = Broadcast(Snapshots(source), interval=0.05)
     assert source.asked == 0
     streams = [broadcast.stream() for _ in range(3)]
     for stream in streams:
@@ -130,7 +130,7 @@ async def test_the_stream_samples_only_with_subscribers(source):
 
 
 async def test_the_stream_reports_that_the_server_is_gone_and_resumes_when_it_is_back(source):
-    broadcast = Broadcast(Watch(source), interval=0.05)
+    broadcast = Broadcast(Snapshots(source), interval=0.05)
     stream = broadcast.stream()
     source.error = ServerGone("nobody there")
     assert parsed(await anext(stream)) == ("gone", {"reason": "nobody there"})
@@ -142,7 +142,7 @@ async def test_the_stream_reports_that_the_server_is_gone_and_resumes_when_it_is
 
 
 async def test_close_ends_the_streams(source):
-    broadcast = Broadcast(Watch(source), interval=0.05)
+    broadcast = Broadcast(Snapshots(source), interval=0.05)
     stream = broadcast.stream()
     await anext(stream)
     broadcast.close()
@@ -153,7 +153,7 @@ async def test_close_ends_the_streams(source):
 
 async def test_there_is_a_bound_to_the_watchers(source, monkeypatch):
     monkeypatch.setattr("jurybox.server.gateway.live._MOST_WATCHERS", 1)
-    broadcast = Broadcast(Watch(source), interval=0.05)
+    broadcast = Broadcast(Snapshots(source), interval=0.05)
     stream = broadcast.stream()
     await anext(stream)
     with pytest.raises(Refused, match="1 live pages are open"):

@@ -31,7 +31,7 @@ from jurybox.cluster.connection import NAMESPACE, failure_of
 from jurybox.cluster.endpoints import Endpoint, EngineSpec, Feeds, Models, check_name, locks, this_machine
 from jurybox.cluster.feeder import Feeder
 from jurybox.cluster.host import LocalNames
-from jurybox.cluster.traffic import Member, Traffic
+from jurybox.cluster.traffic import HostView, Traffic
 from jurybox.protocol.errors import ServerGone
 from jurybox.training.runtime.local_server import LocalServer
 
@@ -288,7 +288,7 @@ class EnginePlacement:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._notify(f"engine {self._spec.name} is kept no longer: {type(error).__name__}: {error}")
 
-    async def _watch(self, endpoint: Endpoint, member: Member) -> None:
+    async def _watch(self, endpoint: Endpoint, member: HostView) -> None:
         """Watch until the endpoint changes."""
         while not member.lost:
             life, log, failed = await self._actor.poll.remote()

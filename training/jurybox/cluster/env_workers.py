@@ -50,7 +50,7 @@ class PendingCall:
     answer: Any  # Ray's reference, or the number of a call over the connection
 
 
-class EnvActor:
+class WorkerActor:
     """One worker: `begin` creates its object, `do` calls a method."""
 
     def __init__(self, path: list[str], environment: dict[str, str], make: bytes) -> None:
@@ -237,7 +237,7 @@ class EnvWorkers(Closing):
             "max_restarts": -1,
             "scheduling_strategy": "SPREAD",
         }
-        return ray.remote(EnvActor).options(**options).remote(*self._configs[worker])
+        return ray.remote(WorkerActor).options(**options).remote(*self._configs[worker])
 
 
 def _wait(answer: Any, until: float, connection: CallConnection | None = None) -> Answer:

@@ -19,7 +19,7 @@ from jurybox.training.checkpoints import write_atomically
 from jurybox.training.replay import Replay
 from jurybox.training.replay.transfer import Exporter, Importer, RowBatch
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.scoreboard import Control, Scoreboard, Word
+from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, Word
 from jurybox.training.runtime.shared_resources import SharedResources, create_replay, repairable
 
 # The scoreboard of a run, copied between machines.
@@ -30,11 +30,11 @@ from jurybox.training.runtime.shared_resources import SharedResources, create_re
 
 
 _TIMESTAMPS = [Word.HEARTBEAT, Word.WAITS_SINCE, Word.READY_AT, Word.MOVED_AT]
-_CONTROL_TIMESTAMPS = [Control.STARTED_AT]
+_CONTROL_TIMESTAMPS = [ControlWord.STARTED_AT]
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class RoleCounters:
     """Counters of some roles.
 
     Attributes:
@@ -50,19 +50,19 @@ class Counters:
     orders: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool) -> Counters:
+    def of(cls, scoreboard: RunScoreboard, roles: Collection[int], *, orders: bool) -> RoleCounters:
         """Return the counters of these roles on `scoreboard`."""
         numbers = np.array(sorted(roles), np.int64)
         control = scoreboard.control[numbers] if orders else np.empty((0, scoreboard.control.shape[1]), np.int64)
         return cls(time.monotonic_ns(), numbers, scoreboard.records[numbers], control)
 
-    def unfinished(self) -> Counters:
+    def unfinished(self) -> RoleCounters:
         """Return a copy in which no learner is done, because the last publication is still in transit."""
         records = self.records.copy()
         records[:, Word.DONE] = 0
         return replace(self, records=records)
 
-    def write(self, scoreboard: Scoreboard, roles: Collection[int], *, orders: bool, life: bool = False) -> None:
+    def write(self, scoreboard: RunScoreboard, roles: Collection[int], *, orders: bool, life: bool = False) -> None:
         """Write the counters of those among `roles` to another machine's scoreboard.
 
         Args:
@@ -72,7 +72,7 @@ class Counters:
         shift = time.monotonic_ns() - self.clock
         chosen = np.isin(self.roles, np.fromiter(roles, np.int64, len(roles)))
         if life:
-            chosen &= self.records[:, Word.LIFE] == scoreboard.control[self.roles, Control.LIFE]
+            chosen &= self.records[:, Word.LIFE] == scoreboard.control[self.roles, ControlWord.LIFE]
         records = self.records[chosen].copy()
         timestamps = records[:, _TIMESTAMPS]
         records[:, _TIMESTAMPS] = np.where(timestamps > 0, timestamps + shift, timestamps)
@@ -89,7 +89,7 @@ class TimelineCopy:
     """The timeline of one role's process.
 
     Attributes:
-        clock: as in `Counters`.
+        clock: as in `RoleCounters`.
         rows: (INTERVALS,), as on the scoreboard; zeros where this process wrote none.
     """
 
@@ -97,11 +97,11 @@ class TimelineCopy:
     rows: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, scoreboard: Scoreboard, number: int) -> TimelineCopy:
+    def of(cls, scoreboard: RunScoreboard, number: int) -> TimelineCopy:
         """Return the timeline of a role on `scoreboard`."""
         return cls(time.monotonic_ns(), scoreboard.timeline[number].copy())
 
-    def write(self, scoreboard: Scoreboard, number: int) -> None:
+    def write(self, scoreboard: RunScoreboard, number: int) -> None:
         """Add it to the timeline of the role on another machine's scoreboard."""
         shift, written = time.monotonic_ns() - self.clock, self.rows["end"] != 0
         rows = self.rows[written]
@@ -195,7 +195,7 @@ class HostReport:
         files: (folder, name) of new files in the run's folders, those after the given count.
     """
 
-    counters: Counters
+    counters: RoleCounters
     newest: tuple[int, ...]
     rows: dict[str, int]
     missed: int
@@ -227,7 +227,9 @@ class Host:
         """Name of its scoreboard."""
         return self.shared.scoreboard.segment.name
 
-    def exchange(self, others: Counters, roles: Collection[int], replays: Sequence[str], files: int = 0) -> HostReport:
+    def exchange(
+        self, others: RoleCounters, roles: Collection[int], replays: Sequence[str], files: int = 0
+    ) -> HostReport:
         """Write the orchestrator's counters here, and return this host's news.
 
         Args:
@@ -238,7 +240,7 @@ class Host:
         others.write(self.shared.scoreboard, away, orders=True)
         return self.report(roles, replays, files)
 
-    def context(self, counters: Counters) -> None:
+    def context(self, counters: RoleCounters) -> None:
         """Prepare the start of a role: its counters continue from the orchestrator's scoreboard."""
         counters.write(self.shared.scoreboard, counters.roles.tolist(), orders=True)
         self.shared.scoreboard.timeline[counters.roles] = 0  # an earlier process of the role may have been here
@@ -250,7 +252,7 @@ class Host:
     def report(self, roles: Collection[int], replays: Sequence[str], files: int = 0) -> HostReport:
         """Return this host's news for the others."""
         return HostReport(
-            Counters.of(self.shared.scoreboard, roles, orders=False),
+            RoleCounters.of(self.shared.scoreboard, roles, orders=False),
             tuple(self.newest(channel.name) for channel in self._plan.channels),
             {name: self._exporter(name).new.waiting for name in replays},
             sum(source.new.missed for source in self._exporters.values()),

@@ -19,7 +19,7 @@ from jurybox.cluster.connection import connect, disconnect, failure_of
 from jurybox.cluster.endpoints import REGISTRY, EngineSpec
 from jurybox.cluster.engines import EnginePlacement
 from jurybox.cluster.host import Host
-from jurybox.cluster.traffic import Member, Traffic
+from jurybox.cluster.traffic import HostView, Traffic
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.runtime.launching import RoleProcess, configuration
 from jurybox.training.runtime.plan import Plan
@@ -280,7 +280,7 @@ class RayLauncher:
             except RayActorError:  # Ray is restarting it
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _check_member(self, member: Member) -> None:
+    async def _check_member(self, member: HostView) -> None:
         """Handle the loss of a place, alone or with its machine."""
         if member is not self._traffic.own:
             try:

@@ -44,7 +44,7 @@ class SpreadVecEnv(SubprocVecEnv):
         self._seen: dict[tuple[int, int], Any] = {}  # every environment's last observation
         places = [(worker, index) for worker, count in enumerate(counts) for index in range(count)]
         self._number = {place: number for number, place in enumerate(places)}
-        self.remotes = [_Remote(self, place) for place in places]
+        self.remotes = [_RemotePipe(self, place) for place in places]
         for remote in self.remotes:
             remote.send(("get_spaces", None))
         spaces = [remote.recv() for remote in self.remotes]
@@ -122,7 +122,7 @@ class SpreadVecEnv(SubprocVecEnv):
         return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-class _Remote:
+class _RemotePipe:
     """Stands for SubprocVecEnv's end of a pipe."""
 
     def __init__(self, env: SpreadVecEnv, place: tuple[int, int]) -> None:

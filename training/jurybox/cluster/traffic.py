@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from jurybox.cluster.connection import failure_of
-from jurybox.cluster.host import Counters, Host, HostReport, LocalNames, TimelineCopy
+from jurybox.cluster.host import Host, HostReport, LocalNames, RoleCounters, TimelineCopy
 from jurybox.training.runtime.plan import Plan
 
 _PERIOD = 0.01  # least seconds between two polls of a host
@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class Member:
+class HostView:
     """The orchestrator's view of a host.
 
     Attributes:
@@ -84,15 +84,15 @@ class Traffic:
     ) -> None:
         self._plan, self._lost, self._notify = plan, lost, notify
         self._scoreboard = host.shared.scoreboard
-        self.own = Member(node, host.scoreboard(), host=host)
-        self.members: dict[str, Member] = {node: self.own}
-        self._starting: dict[str, asyncio.Task[Member]] = {}
-        self._homes: dict[str, Member] = {}  # by replay, where it is sampled
-        self._sources: dict[str, Member] = {}  # by channel, where it is published on
+        self.own = HostView(node, host.scoreboard(), host=host)
+        self.members: dict[str, HostView] = {node: self.own}
+        self._starting: dict[str, asyncio.Task[HostView]] = {}
+        self._homes: dict[str, HostView] = {}  # by replay, where it is sampled
+        self._sources: dict[str, HostView] = {}  # by channel, where it is published on
         self._tasks: set[asyncio.Task[Any]] = set()
         self._spawn(self._poll_local())
 
-    async def member(self, node: str) -> Member:
+    async def member(self, node: str) -> HostView:
         """Get the host of a machine; create it if there is none."""
         found = self.members.get(node)
         if found is not None:
@@ -104,12 +104,12 @@ class Traffic:
         finally:
             self._starting.pop(node, None)
 
-    async def _make(self, node: str) -> Member:
+    async def _make(self, node: str) -> HostView:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         name = f"{self.own.scoreboard}-{node}"
         options: dict[str, Any] = {"num_cpus": 0, "name": name, "scheduling_strategy": strategy, "get_if_exists": True}
         actor: Any = ray.remote(Host).options(**options).remote(self._plan)
-        member = Member(node, await actor.scoreboard.remote(), actor=actor)
+        member = HostView(node, await actor.scoreboard.remote(), actor=actor)
         for channel in self._plan.channels:
             # Send what was published so far, so that roles that start there need not wait for the next publication.
             if self._newest_local(channel.name):
@@ -119,7 +119,7 @@ class Traffic:
         self._spawn(self._poll(member))
         return member
 
-    async def context(self, number: int, member: Member) -> LocalNames:
+    async def context(self, number: int, member: HostView) -> LocalNames:
         """Prepare the start of a role on a machine; returns the names that it uses there.
 
         Raises:
@@ -141,12 +141,12 @@ class Traffic:
         if spec.publishes is not None:
             self._sources[spec.publishes] = member
         if member is not self.own:
-            await member.call("context", Counters.of(self._scoreboard, [number], orders=True))
+            await member.call("context", RoleCounters.of(self._scoreboard, [number], orders=True))
         member.roles.add(number)
         names: LocalNames = await member.call("local_names")
         return names
 
-    async def leave(self, number: int, member: Member) -> None:
+    async def leave(self, number: int, member: HostView) -> None:
         """Read the last counters and the timeline of a role's process that has ended."""
         if member is not self.own and not member.lost:
             report: HostReport = await member.call("report", {number}, ())
@@ -155,7 +155,7 @@ class Traffic:
             copy.write(self._scoreboard, number)
         member.roles.discard(number)
 
-    def handle_loss(self, member: Member) -> None:
+    def handle_loss(self, member: HostView) -> None:
         """Handle the loss of a machine, or of its host."""
         if member.lost or member is self.own:
             return
@@ -165,12 +165,12 @@ class Traffic:
         self._sources = {name: source for name, source in self._sources.items() if source is not member}
         self._lost(set(member.roles))
 
-    async def _poll(self, member: Member) -> None:
+    async def _poll(self, member: HostView) -> None:
         all_roles = range(len(self._plan.roles))
         try:
             while not member.lost:
                 began = time.monotonic()
-                others = Counters.of(self._scoreboard, all_roles, orders=True)
+                others = RoleCounters.of(self._scoreboard, all_roles, orders=True)
                 if self._behind(member):
                     others = others.unfinished()
                 report: HostReport = await member.call(
@@ -201,7 +201,7 @@ class Traffic:
                 self._transfer(self.own, report)
             await asyncio.sleep(_PERIOD)
 
-    def _transfer(self, member: Member, report: HostReport) -> None:
+    def _transfer(self, member: HostView, report: HostReport) -> None:
         for name, count in report.rows.items():
             if count:
                 self._run_once(member, name, self._move_rows(member, name))
@@ -211,18 +211,18 @@ class Traffic:
             if self._sources.get(channel.name) is member:
                 self._fan_out(channel.name, member, member.known[channel.name])
 
-    def _record(self, member: Member, report: HostReport) -> None:
+    def _record(self, member: HostView, report: HostReport) -> None:
         for channel, newest in zip(self._plan.channels, report.newest, strict=True):
             member.known[channel.name] = max(newest, member.known.get(channel.name, 0))
         member.reported += len(report.files)
         member.files.update(report.files)
 
-    def _behind(self, member: Member) -> bool:
+    def _behind(self, member: HostView) -> bool:
         """Whether a publication is in transit to this host. Read it after the counters."""
         self.own.known |= {channel.name: self._newest_local(channel.name) for channel in self._plan.channels}
         return any(member.known.get(name, 0) < source.known.get(name, 0) for name, source in self._sources.items())
 
-    async def _move_rows(self, member: Member, name: str) -> bool:
+    async def _move_rows(self, member: HostView, name: str) -> bool:
         """Move one batch to where it is sampled; return whether there was one."""
         home = self._homes.get(name)
         if home is None or home is member is self.own:
@@ -230,14 +230,14 @@ class Traffic:
         batch = member.fetch("rows", name)
         return bool(await home.call("put", name, member.node, batch))
 
-    async def _sync_files(self, member: Member) -> None:
+    async def _sync_files(self, member: HostView) -> None:
         """Copy files between two machines."""
         for source, target in ((member, self.own), (self.own, member)):
             for folder, name in sorted(source.files - target.files):
                 await target.call("keep_file", folder, name, source.fetch("file", folder, name))
                 target.files.add((folder, name))
 
-    def _fan_out(self, channel: str, source: Member, newest: int) -> None:
+    def _fan_out(self, channel: str, source: HostView, newest: int) -> None:
         behind = [
             each
             for each in self.members.values()
@@ -251,7 +251,7 @@ class Traffic:
         for each in behind:
             self._run_once(each, channel, self._adopt(each, channel, publication))
 
-    async def _adopt(self, member: Member, channel: str, publication: Any) -> None:
+    async def _adopt(self, member: HostView, channel: str, publication: Any) -> None:
         member.known[channel] = await member.call("adopt", channel, publication)
 
     def _newest_local(self, channel: str) -> int:
@@ -284,7 +284,7 @@ class Traffic:
         others = [member for member in self.members.values() if member is not self.own]
         await asyncio.gather(*(self._close(member) for member in others))
 
-    async def _close(self, member: Member) -> None:
+    async def _close(self, member: HostView) -> None:
         try:
             await asyncio.wait_for(member.call("close"), _CLOSE_SECONDS)
             ray.kill(member.actor)
@@ -293,7 +293,7 @@ class Traffic:
                 f"the host of node {member.node[:8]} did not end in order; the next run there frees its memory"
             )
 
-    def _run_once(self, member: Member, what: str, work: Awaitable[Any]) -> None:
+    def _run_once(self, member: HostView, what: str, work: Awaitable[Any]) -> None:
         """Run `work` unless the same work is running for this member."""
         if what in member.busy:
             work.close()  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ class EnvGroup:
 Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]]
 
 
-class Groups:
+class WorkerGroups:
     """The object of a worker: numbered vector environments, each for another `SpreadVectorEnv`."""
 
     def __init__(self, makers: Sequence[Callable[[], VectorEnv[Any, Any, Any]]]) -> None:
@@ -118,8 +118,8 @@ class SpreadVectorEnv(VectorEnv[Any, Any, Any]):
     the reset of the new ones, as after any end of an episode (gymnasium.vector.AutoresetMode.NEXT_STEP).
 
     Args:
-        workers: each holds `Groups`.
-        group: number of the group in each `Groups`.
+        workers: each holds `WorkerGroups`.
+        group: number of the group in each `WorkerGroups`.
         counts: rows of each worker.
     """
 

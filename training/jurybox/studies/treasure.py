@@ -79,7 +79,7 @@ class TreasureConfig:
         return 2 + len(self.values)
 
 
-class World:
+class TreasureWorld:
     """One world and its state.
 
     Attributes:
@@ -205,7 +205,7 @@ _PIXELS = 12  # a tile's side
 class TreasureHunt(AECEnv):  # type: ignore[misc]
     """Agents "agent_0", "agent_1", ... hunt gems for `turns` turns; then the episode is truncated for all of them.
 
-    Observations are (planes, view, view) uint8 of 0 and 1 (`World.pov`), actions `Move`, rewards the values of gems.
+    Observations are (planes, view, view) uint8 0 and 1 (`TreasureWorld.pov`), actions `Move`, rewards gems' values.
 
     Args:
         render_mode: "rgb_array" or None.
@@ -224,7 +224,7 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
         seen = spaces.Box(0, 1, (self.config.planes, view, view), np.uint8)
         self._observation_spaces = dict.fromkeys(self.possible_agents, seen)
         self._action_spaces = {name: spaces.Discrete(len(Move)) for name in self.possible_agents}
-        self.world: World | None = None
+        self.world: TreasureWorld | None = None
         self.agents: list[str] = []
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
@@ -236,7 +236,7 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Begin an episode; without a seed the generator continues."""
         if self.world is None or seed is not None:
-            self.world = World(self.config, np.random.default_rng(seed))
+            self.world = TreasureWorld(self.config, np.random.default_rng(seed))
         else:
             self.world.reset()
         self.agents = list(self.possible_agents)
@@ -287,7 +287,7 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
         self.world = None
 
     @property
-    def _world(self) -> World:
+    def _world(self) -> TreasureWorld:
         if self.world is None:
             raise RuntimeError("there is no world yet: call reset() first")
         return self.world

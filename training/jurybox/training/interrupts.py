@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _EXIT_SECONDS, _SIGNAL_EXIT_SECONDS = 3.0, 1.0  # for the interpreter's exit; after a signal, somebody waits for it
 
 
-class _State:
+class _SignalState:
     def __init__(self) -> None:
         self.received = 0  # number of the first signal received; 0: none
         self.raised = False
@@ -31,7 +31,7 @@ class _State:
         self.on_signal: Callable[[], None] | None = None
 
 
-_state = _State()
+_state = _SignalState()
 
 
 def take_over(on_signal: Callable[[], None] | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.row_frames import PlainRows, field_head
+from jurybox.protocol.row_frames import PlainFrames, field_head
 from jurybox.protocol.spec import OIP_NAMES, ModelSpec
 
 _RAW_IN, _RAW_OUT = 0x3A, 0x32  # tags: field number and wire type LEN
@@ -31,7 +31,7 @@ class _Form(NamedTuple):
 class PlainMessages:
     """The messages of a lane whose rows all have fixed sizes; see `plain_messages`."""
 
-    def __init__(self, base: pb.ModelInferRequest, spec: ModelSpec, inputs: PlainRows, outputs: PlainRows) -> None:
+    def __init__(self, base: pb.ModelInferRequest, spec: ModelSpec, inputs: PlainFrames, outputs: PlainFrames) -> None:
         self._base = base
         self._spec = spec
         self._inputs, self._outputs = inputs, outputs
@@ -105,5 +105,5 @@ def plain_messages(base: pb.ModelInferRequest, columns: Columns) -> PlainMessage
         base: what all requests begin with.
         columns: the lane's rows.
     """
-    inputs, outputs = PlainRows(columns, "inputs"), PlainRows(columns, "outputs")
+    inputs, outputs = PlainFrames(columns, "inputs"), PlainFrames(columns, "outputs")
     return PlainMessages(base, columns.spec, inputs, outputs) if inputs and outputs else None

@@ -43,7 +43,7 @@ _FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessi
 _parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
 
-class _Asked:
+class _GrpcCall:
     """A call that `send` starts; one that an interrupt kept from starting is made again."""
 
     __slots__ = ("started",)
@@ -73,8 +73,8 @@ class GrpcTransport(Transport):
         self._tickets = tickets
         self._spec = spec
         self._rows = rows
-        self._calls: dict[int, _Asked] = {}  # by sequence, the last call; answers of earlier ones are dropped
-        self._done: deque[tuple[_Asked, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
+        self._calls: dict[int, _GrpcCall] = {}  # by sequence, the last call; answers of earlier ones are dropped
+        self._done: deque[tuple[_GrpcCall, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
         self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
         self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
         self._news = threading.Lock()  # released when _done is appended to; not an Event, whose internal lock could be
@@ -90,7 +90,7 @@ class GrpcTransport(Transport):
         self._plain = plain_messages(self._base, rows.columns)
 
     def send(self, ticket: InFlight) -> None:
-        asked = self._calls[ticket.sequence] = _Asked()
+        asked = self._calls[ticket.sequence] = _GrpcCall()
         try:
             request = self._request(ticket)
         except Error as error:
@@ -179,7 +179,7 @@ class GrpcTransport(Transport):
                 return list(self._answers.values())
             self._news.acquire(timeout=left)
 
-    def _take_in(self, done: tuple[_Asked, InFlight, Any]) -> None:
+    def _take_in(self, done: tuple[_GrpcCall, InFlight, Any]) -> None:
         """Read the answer of a finished call, unless that was done or nobody waits for it."""
         asked, ticket, call = done
         sequence = ticket.sequence
@@ -203,7 +203,7 @@ class GrpcTransport(Transport):
                 if done[0] is asked:
                     self._drop(done)
 
-    def _drop(self, done: tuple[_Asked, InFlight, Any]) -> None:
+    def _drop(self, done: tuple[_GrpcCall, InFlight, Any]) -> None:
         with contextlib.suppress(ValueError):  # a nested call has dropped it
             self._done.remove(done)
 
@@ -232,7 +232,7 @@ class GrpcTransport(Transport):
         _parents.append((self._channels, self._tickets, self._calls, self._done))
         self._watching, self._calls, self._answers, self._done = None, {}, {}, deque()
 
-    def _arrived(self, asked: _Asked, ticket: InFlight, call: Any) -> None:
+    def _arrived(self, asked: _GrpcCall, ticket: InFlight, call: Any) -> None:
         """Record a finished call. Called in a gRPC thread, or by `send` if the call could not be made."""
         self._done.append((asked, ticket, call))
         with contextlib.suppress(RuntimeError):  # already released

@@ -175,7 +175,7 @@ class TcpLink(ControlLink):
                 ) from None
 
 
-class Place(NamedTuple):
+class SentRows(NamedTuple):
     """The rows of a ticket, and the connection's incarnation that it was sent to."""
 
     first: int
@@ -196,7 +196,7 @@ class _RelayTransport(Transport):
         self._connection = connection
         self._rows = rows
         self._lease = lease
-        self._in_flight: dict[int, Place] = {}  # by sequence
+        self._in_flight: dict[int, SentRows] = {}  # by sequence
         self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
         self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
         self._incarnation = connection.incarnation
@@ -283,7 +283,7 @@ class TcpTransport(_RelayTransport):
         if ticket.incarnation != connection.incarnation:
             return  # the connection has just broken: the lane's next check detects that
         parts = _frames(self._lease, self._rows, ticket)
-        self._in_flight[ticket.sequence] = Place(ticket.first, ticket.rows, ticket.incarnation)
+        self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
         socket = connection.socket
         connection.moving = claim = Claim()
         try:
@@ -378,14 +378,14 @@ class DirectTcpTransport(_RelayTransport):
 
     def send(self, ticket: InFlight) -> None:
         if (link := self._ready_for(ticket)) is not None:
-            self._in_flight[ticket.sequence] = Place(ticket.first, ticket.rows, ticket.incarnation)
+            self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
             link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         until = time.monotonic() + timeout
         if (link := self._ready_for(ticket)) is None:
             return None
-        self._in_flight[ticket.sequence] = Place(ticket.first, ticket.rows, ticket.incarnation)
+        self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
         frames = _frames(self._lease, self._rows, ticket)
         message = link.exchange(ticket.sequence, frames, max(0.0, until - time.monotonic()))
         if message is None:
@@ -474,14 +474,14 @@ class _DirectCaller(SocketCaller):
         rows: RowsHere,
         lease: int,
         place: RowPlace,
-        in_flight: dict[int, Place],
+        in_flight: dict[int, SentRows],
     ) -> None:
         super().__init__(place, connection.engines)
         self._connection = connection
         self._rows = rows
         self._lease = lease
         self._in_flight = in_flight  # shared with the transport, which receives late answers
-        self._mine = Place(place.first, 1, place.incarnation)
+        self._mine = SentRows(place.first, 1, place.incarnation)
         outputs: Any = place.outputs
         self._alone = type(outputs) is not dict
         named = {"": outputs} if self._alone else outputs
@@ -537,7 +537,7 @@ def _frames(lease: int, rows: RowsHere, ticket: InFlight) -> list[Any]:
     return [PREFIX + record, *row_frames.packed(rows.columns, "inputs", first, n)]
 
 
-def _land(answer: Answer, frames: Sequence[Any], rows: RowsHere, place: Place) -> None:
+def _land(answer: Answer, frames: Sequence[Any], rows: RowsHere, place: SentRows) -> None:
     """Copy the outputs of an answer, or the reasons for their lack, to their rows. Raises ProtocolMismatch."""
     bodies = [memoryview(frame) for frame in frames[1:]]
     first, n = place.first, place.rows

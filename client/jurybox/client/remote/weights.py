@@ -28,7 +28,7 @@ _BACK = 5.0  # seconds within which a killed gateway is restarted
 _AGAIN = 0.1  # seconds between two attempts
 
 
-class _Remote(forks.Closing):
+class _RemoteEnd(forks.Closing):
     """An end of a weights channel, reached by a stream to the gateway. In a forked child it raises Refused.
 
     Args:
@@ -52,7 +52,7 @@ class _Remote(forks.Closing):
         self._turn.anew()
 
 
-class RemotePublisher(_Remote):
+class RemotePublisher(_RemoteEnd):
     """A `Publisher` over gRPC. While its stream is open it is the model's only publisher.
 
     If the stream breaks (network, gateway or server), the publication in progress raises; it may or may not have been
@@ -237,7 +237,7 @@ class RemotePublisher(_Remote):
         return flat
 
 
-class RemoteWeightsReader(_Remote):
+class RemoteWeightsReader(_RemoteEnd):
     """A `WeightsReader` over gRPC. Every call is a round trip, so call it between episodes rather than every step.
 
     If the stream has broken, the next call opens a new one, and waits some seconds for a gateway that is being

@@ -40,7 +40,7 @@ class ShmTransport(Transport):
         self._lane = lane
         self._lease = lease
         self._spin_ns = spin_us * 1000
-        self._rings: dict[tuple[int, int], _Attached] = {}  # by engine and incarnation
+        self._rings: dict[tuple[int, int], _AttachedRings] = {}  # by engine and incarnation
         self._watching: _Watcher | None = None
         self._words: Words | None = None
         self._quiet = False
@@ -168,7 +168,7 @@ class ShmTransport(Transport):
         for attached in rings.values():
             self._detach(attached)
 
-    def _attached(self, engine: int, incarnation: int) -> _Attached | None:
+    def _attached(self, engine: int, incarnation: int) -> _AttachedRings | None:
         if (rings := self._rings.get((engine, incarnation))) is not None:
             return rings
         try:
@@ -176,12 +176,12 @@ class ShmTransport(Transport):
         except SharedMemoryError:
             return None  # the engine is being replaced; the lane sees that on the scoreboard and resends
 
-    def _open(self, engine: int, incarnation: int) -> _Attached:
+    def _open(self, engine: int, incarnation: int) -> _AttachedRings:
         memory = ShmRings.attach(sibling(self._scoreboard_name, "rings", int(self._engines["rings"][engine])))
         client = native.ShmRingsClient(
             memory.segment.array(np.uint8, (native.RINGS_BYTES,)), self._lane, self._lease, memory.pipe, self._spin_ns
         )
-        rings = _Attached(memory, client, incarnation)
+        rings = _AttachedRings(memory, client, incarnation)
         if (known := self._rings.setdefault((engine, incarnation), rings)) is not rings:
             memory.close()  # a nested call has attached them meanwhile: a ring has one writer and one reader
             return known
@@ -196,7 +196,7 @@ class ShmTransport(Transport):
             self._words.add(memory, self._lane)
         return rings
 
-    def _detach(self, rings: _Attached) -> None:
+    def _detach(self, rings: _AttachedRings) -> None:
         rings.replaced = True
         if self._words is not None:
             self._words.remove(rings.memory, self._lane)
@@ -247,7 +247,7 @@ class Words:
             word.watch(self.descriptor, _WATCH)
 
 
-class _Attached:
+class _AttachedRings:
     """The rings of one incarnation of an engine."""
 
     def __init__(self, memory: ShmRings, client: native.ShmRingsClient, incarnation: int) -> None:
@@ -290,7 +290,7 @@ class _Watcher:
         self._watching.read(event.descriptor)
         self._stopped = False
 
-    def add(self, rings: _Attached) -> None:
+    def add(self, rings: _AttachedRings) -> None:
         """Start to watch these rings, until they are replaced."""
         threading.Thread(target=self._run, args=(rings,), name="jurybox-answers", daemon=True).start()
 
@@ -300,6 +300,6 @@ class _Watcher:
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
             self._watching.unread(self._event.descriptor)
 
-    def _run(self, rings: _Attached) -> None:
+    def _run(self, rings: _AttachedRings) -> None:
         while not self._stopped and not rings.replaced and self._watching.on:
             rings.client.watch(self._event.descriptor, _WATCH)

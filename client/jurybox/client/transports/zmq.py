@@ -59,7 +59,7 @@ class ZmqTransport(Transport):
         self._addresses = addresses
         self._lane = lane
         self._lease = lease
-        self._engines: dict[tuple[int, int], _Attached | DirectEngine] = {}  # by engine and incarnation
+        self._engines: dict[tuple[int, int], _AttachedSocket | DirectEngine] = {}  # by engine and incarnation
         self._poller = zmq.Poller()
         self._watching: Watching | None = None
 
@@ -67,16 +67,16 @@ class ZmqTransport(Transport):
         t = ticket
         engine = self._attached(t.engine, t.incarnation)
         engine.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
-        if (watching := self._watching) is not None and watching.on and isinstance(engine, _Attached):
+        if (watching := self._watching) is not None and watching.on and isinstance(engine, _AttachedSocket):
             # Sending clears libzmq's signal, which may have announced an answer.
             watching.tell()
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         return self._attached(ticket.engine, ticket.incarnation).exchange(ticket, timeout)
 
-    def caller(self, place: RowPlace) -> DirectCaller | _Caller | None:
+    def caller(self, place: RowPlace) -> DirectCaller | _ZmqCaller | None:
         engine = self._attached(place.number, place.incarnation)
-        return DirectCaller(engine, place) if isinstance(engine, DirectEngine) else _Caller(engine, place)
+        return DirectCaller(engine, place) if isinstance(engine, DirectEngine) else _ZmqCaller(engine, place)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
         engines = list(self._engines.values())
@@ -99,7 +99,7 @@ class ZmqTransport(Transport):
 
     def is_reading(self, ticket: InFlight) -> bool:
         engine = self._engines.get((ticket.engine, ticket.incarnation))
-        return isinstance(engine, _Attached) and engine.may_be_taking(ticket.sequence)
+        return isinstance(engine, _AttachedSocket) and engine.may_be_taking(ticket.sequence)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         earlier = self._watching
@@ -118,12 +118,12 @@ class ZmqTransport(Transport):
         """See Transport.forked. pyzmq closes nothing in a child, and the event loop's poll set is the parent's."""
         self._engines, self._watching = {}, None
 
-    def _attached(self, number: int, incarnation: int) -> _Attached | DirectEngine:
+    def _attached(self, number: int, incarnation: int) -> _AttachedSocket | DirectEngine:
         if (known := self._engines.get((number, incarnation))) is None:
             return self._open(number, incarnation)
         return self._whole(known)
 
-    def _whole(self, engine: _Attached | DirectEngine) -> _Attached | DirectEngine:
+    def _whole(self, engine: _AttachedSocket | DirectEngine) -> _AttachedSocket | DirectEngine:
         """Reconnect the engine if its connection has broken, and return it."""
         if isinstance(engine, DirectEngine) and engine.broken:
             self._let_go(engine)
@@ -131,16 +131,16 @@ class ZmqTransport(Transport):
             self._take_up(engine)
         return engine
 
-    def _open(self, number: int, incarnation: int) -> _Attached | DirectEngine:
+    def _open(self, number: int, incarnation: int) -> _AttachedSocket | DirectEngine:
         for key in list(self._engines):
             if key[0] == number and key[1] != incarnation:
                 self._drop(key)
         address = self._addresses[number]
-        engine: _Attached | DirectEngine
+        engine: _AttachedSocket | DirectEngine
         if can_dial(address):
             engine = DirectEngine(address, self._lane, self._lease, incarnation)
         else:
-            engine = _Attached(self._socket(number), address, self._lane, self._lease, incarnation)
+            engine = _AttachedSocket(self._socket(number), address, self._lane, self._lease, incarnation)
         if (known := self._engines.setdefault((number, incarnation), engine)) is not engine:
             engine.close()  # a nested call has connected meanwhile
             return known
@@ -163,34 +163,36 @@ class ZmqTransport(Transport):
             self._let_go(known)
             known.close()
 
-    def _take_up(self, engine: _Attached | DirectEngine) -> None:
+    def _take_up(self, engine: _AttachedSocket | DirectEngine) -> None:
         """Begin to poll and watch a new connection."""
         if engine.descriptor >= 0:
-            self._poller.register(engine.socket if isinstance(engine, _Attached) else engine.descriptor, zmq.POLLIN)
+            self._poller.register(
+                engine.socket if isinstance(engine, _AttachedSocket) else engine.descriptor, zmq.POLLIN
+            )
             if self._watching is not None:
                 self._watch(engine, self._watching)
 
-    def _let_go(self, engine: _Attached | DirectEngine) -> None:
+    def _let_go(self, engine: _AttachedSocket | DirectEngine) -> None:
         """Stop polling and watching a connection that is about to be closed."""
         if engine.descriptor >= 0:
             if self._watching is not None:
                 self._unwatch(engine, self._watching)
-            self._poller.unregister(engine.socket if isinstance(engine, _Attached) else engine.descriptor)
+            self._poller.unregister(engine.socket if isinstance(engine, _AttachedSocket) else engine.descriptor)
 
-    def _watch(self, engine: _Attached | DirectEngine, watching: Watching) -> None:
+    def _watch(self, engine: _AttachedSocket | DirectEngine, watching: Watching) -> None:
         if engine.descriptor >= 0:
             watching.read(engine.descriptor)
             if isinstance(engine, DirectEngine) and engine.link is not None:
                 engine.link.watched(on=True)
 
-    def _unwatch(self, engine: _Attached | DirectEngine, watching: Watching) -> None:
+    def _unwatch(self, engine: _AttachedSocket | DirectEngine, watching: Watching) -> None:
         if engine.descriptor >= 0:
             watching.unread(engine.descriptor)
             if isinstance(engine, DirectEngine) and engine.link is not None:
                 engine.link.watched(on=False)
 
 
-class _Attached(EngineLink):
+class _AttachedSocket(EngineLink):
     """The socket to one incarnation of an engine.
 
     pyzmq checks for signals at the end of each call. So a KeyboardInterrupt can drop a frame that was received, or hide
@@ -340,10 +342,10 @@ class _Attached(EngineLink):
             self._taking.pop(key, None)
 
 
-class _Caller(SocketCaller):
+class _ZmqCaller(SocketCaller):
     """A caller over the socket of one incarnation of an engine."""
 
-    def __init__(self, engine: _Attached, place: RowPlace) -> None:
+    def __init__(self, engine: _AttachedSocket, place: RowPlace) -> None:
         super().__init__(place, place.engine)
         self._engine = engine
         self._socket = engine.socket

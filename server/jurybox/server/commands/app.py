@@ -208,7 +208,7 @@ def serve(
 def _served(
     config: Path | None, sets: list[str], *, insecure: bool, dry_run: bool, log_format: LogFormat | None
 ) -> int:
-    from jurybox.server.settings.config import ConfigError, load_settings, require_servable
+    from jurybox.server.settings.config import InvalidConfig, load_settings, require_servable
     from jurybox.server.supervisor.interpreters import misfits
 
     flags = [*sets, *([f"server.log_format={log_format.value}"] if log_format else [])]
@@ -216,8 +216,8 @@ def _served(
         settings = load_settings(config, flags)
         require_servable(settings, insecure=insecure)
         if wrong := misfits(settings.pythons()):
-            raise ConfigError("\n".join(wrong))
-    except ConfigError as error:
+            raise InvalidConfig("\n".join(wrong))
+    except InvalidConfig as error:
         typer.echo(f"jurybox serve: wrong configuration\n{error}", err=True)
         raise typer.Exit(_CONFIG) from error
     # The server's own engines need it, also if every model has an interpreter of its own. An engine could only report

@@ -15,7 +15,7 @@ from zipfile import is_zipfile
 import typer
 
 from jurybox.processes import ControlPipe, spawn, thread_limits
-from jurybox.server.commands.show import Address, AsJson, Table, batch, duration, output, reaching
+from jurybox.server.commands.show import Address, AsJson, TextTable, batch, duration, output, reaching
 
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _CLIENT = "jurybox.server.commands.bench_client"
@@ -51,7 +51,7 @@ def bench(
         name = _chosen(model, server.models())
         most = server.describe(name).max_batch
         orders = {"address": where, "model": name, "rows": rows, "timeout": _TIMEOUT, "inputs": str(inputs or "")}
-        table = Table("clients", ">requests/s", ">rows/s", ">p50", ">p99", ">p99.9", ">batch", "errors")
+        table = TextTable("clients", ">requests/s", ">rows/s", ">p50", ">p99", ">p99.9", ">batch", "errors")
         try:
             for number in numbers:
                 found = _measure(server, name, number, orders, seconds)

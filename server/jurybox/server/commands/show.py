@@ -39,7 +39,7 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
             f"{memory['shared_bytes'] / 2**20:.1f} MiB of shared memory"
         )
     )
-    engines = Table("engine", "state", ">pid", ">restarts", ">heartbeat", ">expected wait")
+    engines = TextTable("engine", "state", ">pid", ">restarts", ">heartbeat", ">expected wait")
     for engine in document["engines"]:
         engines.add(
             str(engine["index"]),
@@ -49,10 +49,10 @@ def status(as_json: AsJson = False, address: Address = None) -> None:
             duration(engine["heartbeat_age"]),
             duration(engine["expected_wait"]),
         )
-    counts = Table("model", "state", ">requests", ">rows", ">batch", ">waiting", ">lanes", "errors")
-    times = Table("p50 / p99", ">queue", ">forward", ">request")
-    sessions = Table("sessions", ">in use", ">most")
-    weights = Table("weights", ">version", ">lag", ">publ/s", ">adopt p50 / p99")
+    counts = TextTable("model", "state", ">requests", ">rows", ">batch", ">waiting", ">lanes", "errors")
+    times = TextTable("p50 / p99", ">queue", ">forward", ">request")
+    sessions = TextTable("sessions", ">in use", ">most")
+    weights = TextTable("weights", ">version", ">lag", ">publ/s", ">adopt p50 / p99")
     for model in document["models"]:
         counts.add(
             f"{model['name']} (audit)" if model.get("audit") else model["name"],
@@ -86,7 +86,7 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
         typer.echo(json.dumps(document["models"], indent=2))
         return
     console = output()
-    table = Table("model", "state", "inputs", "outputs", ">max batch", ">rows", "weights")
+    table = TextTable("model", "state", "inputs", "outputs", ">max batch", ">rows", "weights")
     for model in document["models"]:
         table.add(
             model["name"],
@@ -193,7 +193,7 @@ def _specs(specs: dict[str, Any]) -> str:
     return "\n".join(f"{name} {spec['dtype']}{spec['shape']}" for name, spec in specs.items()) or "-"
 
 
-class Table:
+class TextTable:
     """A table that adapts to the terminal's width.
 
     If it does not fit, whole columns are left out, then the first column is folded; words of other columns are not

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from jurybox.server.commands.show import Address, Phrases, Table, batch, duration, errors, reaching
+from jurybox.server.commands.show import Address, Phrases, TextTable, batch, duration, errors, reaching
 
 _TIMEOUT = 2.0  # seconds
 _EVENTS = 6  # lines
@@ -173,8 +173,8 @@ def screen(sample: dict[str, Any]) -> RenderableType:
     )
 
 
-def _models(models: list[dict[str, Any]]) -> Table:
-    table = Table(
+def _models(models: list[dict[str, Any]]) -> TextTable:
+    table = TextTable(
         "model", "state", ">rows/s", ">p50", ">p99", ">batch", ">sizes", ">waiting", ">lanes", ">version", ">lag",
         "errors", spare=("sizes", "lanes", "waiting", "version", "p50"),
     )  # fmt: skip
@@ -197,8 +197,8 @@ def _models(models: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _engines(engines: list[dict[str, Any]]) -> Table:
-    table = Table("engine", "state", ">busy", ">requests/s", ">expected wait", ">device memory", ">restarts",
+def _engines(engines: list[dict[str, Any]]) -> TextTable:
+    table = TextTable("engine", "state", ">busy", ">requests/s", ">expected wait", ">device memory", ">restarts",
                   spare=("device memory", "expected wait"))  # fmt: skip
     for engine in engines:
         table.add(

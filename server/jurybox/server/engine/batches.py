@@ -16,13 +16,13 @@ from jurybox.protocol.errors import Code, Error, ModelFailed, VersionNotHeld, pl
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.batch_cost import BatchCost
-from jurybox.server.engine.device import Batch, DeviceLost, DeviceServed, device_error, forget_frames
+from jurybox.server.engine.device import DeviceBatch, DeviceLost, DeviceServed, device_error, forget_frames
 from jurybox.server.engine.device_regions import DeviceRegions, RowsNotBound
 from jurybox.server.engine.forward_timeout import ForwardTimeout, limited
 from jurybox.server.engine.loads import Disturbed
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.recovery import Recovery
-from jurybox.server.engine.served import OUT_OF_MEMORY, Caches, Outcome, Served
+from jurybox.server.engine.served import OUT_OF_MEMORY, BatchOutcome, Caches, Served
 from jurybox.server.logs import traced
 
 
@@ -32,7 +32,7 @@ def cell(record: NDArray[Any], name: str) -> memoryview:
     return memoryview(field)
 
 
-class Counters:
+class ModelCounters:
     """The counters of one model in one engine, and the only writer of its record on the scoreboard.
 
     The counts are kept here and copied to the scoreboard, because other processes can write to the scoreboard.
@@ -99,7 +99,7 @@ class Runs(Protocol):
     @property
     def version(self) -> int: ...
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> BatchOutcome | None:
         """See `Served.run`."""
 
     def free_memory(self) -> None:
@@ -117,7 +117,7 @@ class Updates(Protocol):
 class Slot:
     """A model in this engine: its queue, its module and its counters. The models of a group share one (groups/)."""
 
-    def __init__(self, served: Runs, queue: Queue, counters: Counters) -> None:
+    def __init__(self, served: Runs, queue: Queue, counters: ModelCounters) -> None:
         self.served = served
         self.queue = queue
         self.counters = counters
@@ -179,7 +179,7 @@ class _Flight(NamedTuple):
     asked: int  # requested weights version; 0: the newest
     used: int
     began: int
-    batch: Batch
+    batch: DeviceBatch
 
 
 class Batches:
@@ -324,7 +324,7 @@ class Batches:
             self.land(wait=True)
 
     def _computed(
-        self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int, outcome: Outcome | None
+        self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int, outcome: BatchOutcome | None
     ) -> None:
         computed = rows
         if outcome is not None:
@@ -344,7 +344,7 @@ class Batches:
         self.one_ns += _SMOOTHING * (one - self.one_ns)
         slot.cost.observe(computed, took)
 
-    def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: Outcome) -> NDArray[Any]:
+    def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: BatchOutcome) -> NDArray[Any]:
         """Answer the tickets of a batch that failed individually, and plan the recovery of others; return the rest."""
         others = np.ones(len(tickets), np.bool_)
         for numbers, error in outcome.errors:

@@ -13,14 +13,14 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, NORMAL, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import LARGE_NS, PROMPT, QUICK, Batches, Counters, Slot, cell
+from jurybox.server.engine.batches import LARGE_NS, PROMPT, QUICK, Batches, ModelCounters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.served import Served
 
 
-class Transport(Protocol):
+class TicketSource(Protocol):
     """A source of tickets and the sink of their replies. None of its methods blocks."""
 
     number: int  # the core writes it into the tickets that arrive through this transport
@@ -67,7 +67,7 @@ class Engine:
         self,
         scoreboard: Scoreboard,
         index: int,
-        transports: Sequence[Transport],
+        transports: Sequence[TicketSource],
         clock: Callable[[], int] = time.monotonic_ns,
         pause: Callable[[float, int], None] | None = None,
         report: Callable[..., None] = lambda event, **fields: None,
@@ -77,7 +77,7 @@ class Engine:
     ) -> None:
         self.scoreboard = scoreboard
         self.index = index
-        self.transports: list[Transport] = []
+        self.transports: list[TicketSource] = []
         for transport in transports:
             self.add_transport(transport)
         self.slots: dict[int, Slot] = {}
@@ -86,7 +86,7 @@ class Engine:
         self._pause = pause
         self._report = report
         self._tracker = native.ArrivalTracker(len(scoreboard.lanes))
-        self._counters: dict[int, Counters] = {}
+        self._counters: dict[int, ModelCounters] = {}
         self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._recovery = self._batches.recovery
         self._limits = np.zeros(MAX_MODELS, np.uint32)
@@ -116,19 +116,19 @@ class Engine:
     def regions(self, regions: DeviceRegions) -> None:
         self._batches.regions = regions
 
-    def add_transport(self, transport: Transport) -> None:
+    def add_transport(self, transport: TicketSource) -> None:
         """Add a transport to collect tickets from."""
         transport.number = max((other.number for other in self.transports), default=-1) + 1
         self.transports.append(transport)
 
-    def remove_transport(self, transport: Transport) -> None:
+    def remove_transport(self, transport: TicketSource) -> None:
         """Stop collecting from a transport. Tickets that came through it get no reply."""
         self.transports.remove(transport)
 
-    def counters(self, model: int) -> Counters:
+    def counters(self, model: int) -> ModelCounters:
         """Return the counters of a model in this engine."""
         if model not in self._counters:
-            self._counters[model] = Counters(self.scoreboard.counters[self.index, model : model + 1])
+            self._counters[model] = ModelCounters(self.scoreboard.counters[self.index, model : model + 1])
         return self._counters[model]
 
     def show_counters(self) -> None:

@@ -21,7 +21,7 @@ from jurybox.server.engine.batch_shapes import dtype_of
 from jurybox.server.engine.device_regions import Binding, DeviceRegions
 from jurybox.server.engine.graphs import Graphs, mend_random_numbers
 from jurybox.server.engine.modules import array_over
-from jurybox.server.engine.served import OUT_OF_MEMORY, Input, Outcome, Output, Served
+from jurybox.server.engine.served import OUT_OF_MEMORY, BatchOutcome, InputRows, OutputRows, Served
 from jurybox.server.models import ServedModel
 
 _ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -255,7 +255,7 @@ class DeviceServed(Served):
             self._lock.release()
             raise
 
-    def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Batch:
+    def begin(self, tickets: NDArray[Any], rows: int, version: int = 0) -> DeviceBatch:
         """Queue a batch's copies and its forward; return the batch, to be finished later.
 
         Arguments as `run`.
@@ -282,14 +282,14 @@ class DeviceServed(Served):
             on_device = places is not None and buffer.copy_out_bound(results, tickets, places, host=bool(self._finite))
             if not on_device:
                 buffer.copy_out(results, rows)
-        return Batch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device)
+        return DeviceBatch(self, buffer, tickets, rows, buffer.copies.mark(), self._take_row_errors(), on_device)
 
     def after_outputs(self) -> None:
         """Make what is queued on `forwards` from now on run after the copies of all outputs so far."""
         for buffer in self._buffers:
             self.forwards.after(buffer.copies.mark())
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> BatchOutcome | None:
         """As `Served.run`: begin a batch and finish it."""
         return self.begin(tickets, rows, version).finish()
 
@@ -336,7 +336,7 @@ class DeviceServed(Served):
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class DeviceBatch:
     """A batch in flight.
 
     Attributes:
@@ -357,7 +357,7 @@ class Batch:
         """Return whether `finish` would return without waiting."""
         return self.end.done()
 
-    def finish(self) -> Outcome | None:
+    def finish(self) -> BatchOutcome | None:
         """Wait for the outputs and write them to the tickets' rows; return which of the tickets failed."""
         self.end.wait()
         if not self.on_device:
@@ -370,7 +370,7 @@ class _StagingBuffer:
     """The buffers and the copy stream of one batch in flight."""
 
     def __init__(
-        self, served: DeviceServed, inputs: Sequence[Input], outputs: Sequence[Output], max_batch: int
+        self, served: DeviceServed, inputs: Sequence[InputRows], outputs: Sequence[OutputRows], max_batch: int
     ) -> None:
         self._served = served
         self._arena_inputs, self.outputs = inputs, outputs

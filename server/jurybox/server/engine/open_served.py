@@ -20,7 +20,7 @@ from jurybox.protocol.spec import BYTES
 from jurybox.server.engine.device import forget_frames
 from jurybox.server.engine.loads import Disturbed
 from jurybox.server.engine.modules import given_tensor, tensor_over
-from jurybox.server.engine.served import OUT_OF_MEMORY, Outcome, Served, refuse_rows
+from jurybox.server.engine.served import OUT_OF_MEMORY, BatchOutcome, Served, refuse_rows
 from jurybox.server.engine.session_states import BatchRows, States
 from jurybox.server.engine.variable_rows import VariableInput, flattened, padded
 from jurybox.server.models import ServedModel
@@ -106,7 +106,7 @@ class OpenServed(Served):
         totals: NDArray[np.int64] = np.add.reduceat(each, starts)
         return totals
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> BatchOutcome | None:
         """Answer a batch as `Served.run` does. Size, padding and sessions may require several forwards."""
         self._use(version)
         found = self._states.read(tickets) if self._states is not None else 0
@@ -138,7 +138,7 @@ class OpenServed(Served):
             staged |= self._gather(tickets, rows, shape)
         return staged | self._states.whole(rows, shape, found) if self._states is not None else staged
 
-    def _run_whole(self, staged: dict[str, Any], tickets: NDArray[Any], rows: int) -> Outcome | None:
+    def _run_whole(self, staged: dict[str, Any], tickets: NDArray[Any], rows: int) -> BatchOutcome | None:
         results = self._called(staged)
         if self.shapes:
             results = {key: value[:rows] for key, value in results.items()}
@@ -154,8 +154,8 @@ class OpenServed(Served):
 
     # ---- rows one by one: they differ in size, must follow a session's order, or are not computed at all
 
-    def _run_by_rows(self, tickets: NDArray[Any], rows: int, found: int) -> Outcome | None:
-        outcome = Outcome()
+    def _run_by_rows(self, tickets: NDArray[Any], rows: int, found: int) -> BatchOutcome | None:
+        outcome = BatchOutcome()
         batch = BatchRows(tickets, rows)
         for key, variable in self._variable.items():
             variable.read(tickets, rows, batch.places)
@@ -254,7 +254,7 @@ class OpenServed(Served):
     # ---- one forward
 
     def _compute_group(
-        self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows, outcome: Outcome
+        self, group: NDArray[np.intp], fixed: Mapping[str, torch.Tensor], batch: BatchRows, outcome: BatchOutcome
     ) -> None:
         """Compute rows, and add to `outcome` what could not be computed.
 

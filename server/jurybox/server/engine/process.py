@@ -24,7 +24,7 @@ from jurybox.protocol.errors import Code, Refused, plain, said
 from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.timings import Timings
 from jurybox.server.engine.batches import Batches, Slot
-from jurybox.server.engine.core import Engine, Transport
+from jurybox.server.engine.core import Engine, TicketSource
 from jurybox.server.engine.device import (
     DeviceLost,
     bound_device_memory,
@@ -36,9 +36,9 @@ from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.model_code import look_in
 from jurybox.server.engine.model_loader import ModelLoader
-from jurybox.server.engine.served import Outcome
+from jurybox.server.engine.served import BatchOutcome
 from jurybox.server.logs import LogLimiter, configure, traced
-from jurybox.server.transports import ShmTransport, ZmqTransport
+from jurybox.server.transports import ShmTickets, ZmqTickets
 
 # ----
 # Actions of other threads, to be run in the loop's thread between two turns.
@@ -109,7 +109,7 @@ class TracedBatches(Batches):
         self._engine = engine
 
     def _computed(
-        self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int, outcome: Outcome | None
+        self, slot: Slot, tickets: NDArray[Any], rows: int, version: int, began: int, outcome: BatchOutcome | None
     ) -> None:
         self._timings.write(
             tickets,
@@ -160,9 +160,9 @@ class EngineProcess:
         # Events that others can cause at any rate are logged once a second, with a count.
         self._warnings, self._errors = LogLimiter(self._log.warning), LogLimiter(self._log.error)
         self._callbacks = CallbackQueue(self._went_wrong)
-        self._zmq = ZmqTransport(self._context, orders["address"], incarnation, self._warnings)
+        self._zmq = ZmqTickets(self._context, orders["address"], incarnation, self._warnings)
         others = [self._zmq.fileno(), control_pipe.fileno(), self._callbacks.fileno()]
-        self._shm = ShmTransport(orders["rings"], others, incarnation, orders["spin_us"])
+        self._shm = ShmTickets(orders["rings"], others, incarnation, orders["spin_us"])
         self._timings = Timings.attach(orders["timings"], writable=True) if orders["timings"] else None
         self._engine = self._new_engine(index)
         look_in(orders["folder"])
@@ -201,7 +201,7 @@ class EngineProcess:
         self._paused, self._standing = orders["paused"], False
 
     def _new_engine(self, index: int) -> Engine:
-        transports: list[Transport] = [self._shm, self._zmq]
+        transports: list[TicketSource] = [self._shm, self._zmq]
         kind = Batches if self._timings is None else partial(TracedBatches, self._timings, index)
         batches = partial(kind, device=self._device)
         return Engine(self._scoreboard, index, transports, pause=self._shm.pause, report=self._report, batches=batches)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jurybox.server.engine.batches import Slot
 
 
-class Part(NamedTuple):
+class FailedPart(NamedTuple):
     """Tickets of a failed batch that are computed again together, with the weights version that they asked for."""
 
     tickets: NDArray[Any]
@@ -36,7 +36,7 @@ class Recovery:
     """
 
     def __init__(self) -> None:
-        self.parts: dict[Slot, deque[Part]] = {}
+        self.parts: dict[Slot, deque[FailedPart]] = {}
         self._turns: dict[Slot, int] = {}  # when a part of the slot was last taken
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Recovery:
 
     def add(self, slot: Slot, parts: Sequence[NDArray[Any]], version: int) -> None:
         """Add the parts of a batch, copies, before those of later batches."""
-        self.parts.setdefault(slot, deque()).extendleft(Part(part, version) for part in reversed(parts))
+        self.parts.setdefault(slot, deque()).extendleft(FailedPart(part, version) for part in reversed(parts))
 
     def model(self, slot: Slot) -> int:
         """Return the number of the model of a slot's next part."""
@@ -54,7 +54,7 @@ class Recovery:
         """Return since when a slot waits for a turn: its oldest ticket's arrival, but at least its last turn."""
         return max(int(self.parts[slot][0].tickets["submitted"][0]), self._turns.get(slot, 0))
 
-    def next(self, slot: Slot, now: int) -> tuple[Part | None, NDArray[Any]]:
+    def next(self, slot: Slot, now: int) -> tuple[FailedPart | None, NDArray[Any]]:
         """Take a slot's next part, and its tickets whose deadline has passed; None if none is left to compute."""
         self._turns[slot] = now
         late = np.zeros(0, TICKET)
@@ -66,7 +66,7 @@ class Recovery:
             if passed.any():
                 late, tickets = np.concatenate((late, tickets[passed])), tickets[~passed]
             if len(tickets):
-                part = Part(tickets, version)
+                part = FailedPart(tickets, version)
         self._tidy(slot)
         return part, late
 
@@ -74,12 +74,12 @@ class Recovery:
         """Remove and return the tickets of a lane or a model, the `field` of their records."""
         removed = [np.zeros(0, TICKET)]
         if slot in self.parts:
-            kept: deque[Part] = deque()
+            kept: deque[FailedPart] = deque()
             for tickets, version in self.parts[slot]:
                 those = tickets[field] == value
                 removed.append(tickets[those])
                 if not those.all():
-                    kept.append(Part(tickets[~those], version))
+                    kept.append(FailedPart(tickets[~those], version))
             self.parts[slot] = kept
             self._tidy(slot)
         return np.concatenate(removed)

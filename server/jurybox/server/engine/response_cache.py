@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.engine.served import Outcome
+from jurybox.server.engine.served import BatchOutcome
 
 _ENTRY_BYTES = 256  # of Python's objects, for each row
 
@@ -23,7 +23,7 @@ class Computes(Protocol):
     @property
     def version(self) -> int: ...
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None: ...
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> BatchOutcome | None: ...
 
 
 class _Column:
@@ -110,7 +110,7 @@ class ResponseCache:
                         self._write(row, kept)
         return known if known.any() else None
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int) -> Outcome | None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int) -> BatchOutcome | None:
         """Do the same as `Served.run`, and compute only the rows that are not known."""
         used = version or self._served.version
         places = [

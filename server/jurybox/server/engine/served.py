@@ -73,11 +73,11 @@ class Caches(Protocol):
 
     def answer(self, tickets: NDArray[Any]) -> NDArray[np.bool_] | None: ...
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int) -> Outcome | None: ...
+    def run(self, tickets: NDArray[Any], rows: int, version: int) -> BatchOutcome | None: ...
 
 
 @dataclass(slots=True)
-class Outcome:
+class BatchOutcome:
     """The result of a batch of which some tickets failed.
 
     Attributes:
@@ -144,9 +144,9 @@ class Served:
         self._row_errors: Mapping[int, str] = {}
         self._finite = [key for key, tensor in self.spec.outputs.items() if tensor.finite]
         fixed = {key: tensor for key, tensor in self.spec.inputs.items() if not tensor.variable}
-        self._inputs = [Input(key, inputs[key], max_batch) for key in fixed]
+        self._inputs = [InputRows(key, inputs[key], max_batch) for key in fixed]
         self._outputs = [
-            Output(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
+            OutputRows(key, tensor, outputs[key]) for key, tensor in self.spec.outputs.items() if not tensor.variable
         ]
         self._plain_inputs = native.PlainInputs([(item.array, item.staging_rows) for item in self._inputs])
         self._gathered: dict[int, dict[str, torch.Tensor]] = {}  # the inputs' staging rows by name, by their number
@@ -183,7 +183,7 @@ class Served:
         """The version of the weights in use; 0: those it was loaded with."""
         return self.weights_updater.version if self.weights_updater is not None else 0
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> BatchOutcome | None:
         """Answer a batch: read the tickets' rows from the arena, and write their outputs to it.
 
         The caller is in torch's inference mode: entering it for every batch would cost more than some models.
@@ -408,7 +408,7 @@ class Served:
 
     def refused(
         self, tickets: NDArray[Any], results: Mapping[str, Any], rows: int, row_errors: Mapping[int, str]
-    ) -> Outcome | None:
+    ) -> BatchOutcome | None:
         """Return the tickets with failed rows; None if there are none."""
         if not row_errors and not self._finite:
             return None
@@ -444,9 +444,9 @@ def move(module: torch.nn.Module, device: torch.device) -> int:
     return total
 
 
-def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[int, str]) -> Outcome:
+def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[int, str]) -> BatchOutcome:
     """Write the reasons of failed rows to the tickets' rows in the arena; return the tickets concerned."""
-    outcome = Outcome()
+    outcome = BatchOutcome()
     ends = np.cumsum(tickets["rows"].astype(np.int64))
     for number in sorted({int(np.searchsorted(ends, row, side="right")) for row in failed}):
         count, first = tickets["rows"].item(number), tickets["first"].item(number)
@@ -459,7 +459,7 @@ def refuse_rows(columns: Columns | None, tickets: NDArray[Any], failed: Mapping[
     return outcome
 
 
-class Input:
+class InputRows:
     """One input's rows in the arena, and the buffer in which a scattered batch is gathered."""
 
     def __init__(self, name: str, array: NDArray[Any], max_batch: int) -> None:
@@ -475,7 +475,7 @@ class Input:
         return self._arena[first : first + rows]
 
 
-class Output:
+class OutputRows:
     """One output's rows in the arena, and the check against the spec."""
 
     def __init__(self, name: str, spec: TensorSpec, array: NDArray[Any]) -> None:

@@ -16,7 +16,7 @@ from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.scoreboard import LANE
 from jurybox.server.engine.batch_shapes import dtype_of
 from jurybox.server.engine.modules import array_over, comparable, require_kept, tensor_over
-from jurybox.server.engine.served import Outcome
+from jurybox.server.engine.served import BatchOutcome
 from jurybox.server.models import ServedModel
 
 _LOST = (
@@ -206,7 +206,7 @@ class States:
 
     # ---- rows one by one
 
-    def sort(self, batch: BatchRows, outcome: Outcome, found: int) -> None:
+    def sort(self, batch: BatchRows, outcome: BatchOutcome, found: int) -> None:
         """Set a batch's records, and refuse the tickets of sessions whose state is not the one they expect."""
         batch.records, batch.slots = self._records[: batch.rows], self._places[: batch.rows]
         batch.distinct = not found & native.SESSION_AGAIN
@@ -220,7 +220,7 @@ class States:
         if found & native.SESSION_FLAGS:
             batch.idle = (batch.records["flags"] & NO_FORWARD) != 0
 
-    def still(self, wave: NDArray[np.intp], batch: BatchRows, outcome: Outcome) -> NDArray[np.intp]:
+    def still(self, wave: NDArray[np.intp], batch: BatchRows, outcome: BatchOutcome) -> NDArray[np.intp]:
         """Return the rows of a later wave that can be computed: a session's step after a failed one is refused."""
         lost = [row for row in wave.tolist() if not self._book.fits(row)]
         if lost:
@@ -282,7 +282,7 @@ class States:
                 self._columns.state_out[name][places[stores]] = array_over(value[torch.from_numpy(stores)].cpu())
         self.after(group, None, state)
 
-    def _refuse(self, batch: BatchRows, outcome: Outcome, lost: NDArray[np.bool_]) -> None:
+    def _refuse(self, batch: BatchRows, outcome: BatchOutcome, lost: NDArray[np.bool_]) -> None:
         """Refuse whole tickets with lost sessions; the reasons in the arena mark the rows concerned."""
         tickets = batch.tickets
         for number in np.unique(batch.owner[lost]).tolist():

@@ -24,7 +24,7 @@ from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, pla
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.gateway.inference.lanes import MOMENT, SOON, Lanes
-from jurybox.server.gateway.live import Document, StatusSource, Watching
+from jurybox.server.gateway.live import Document, LiveRoutes, StatusSource
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.pace import Turns
 
@@ -342,7 +342,7 @@ def create_app(
         """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = Watching(source, ports, timeouts, budget, turns)
+    app.state.watching = LiveRoutes(source, ports, timeouts, budget, turns)
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

@@ -79,7 +79,7 @@ class Call:
 
     def __init__(
         self,
-        connection: _Connection,
+        connection: _GrpcConnection,
         number: int,
         handler: Any,
         direct: Direct | None,
@@ -295,7 +295,7 @@ class Call:
             self._connection.flush()
 
 
-class _Connection(asyncio.BufferedProtocol):
+class _GrpcConnection(asyncio.BufferedProtocol):
     """One connection of a peer."""
 
     def __init__(self, server: Calls) -> None:
@@ -669,7 +669,7 @@ class Calls:
         self.token = access.token
         self.direct = {path.encode(): method for path, method in direct.items()}
         self.forms = forms
-        self.connections: dict[_Connection, None] = {}  # in an order, as a set has none
+        self.connections: dict[_GrpcConnection, None] = {}  # in an order, as a set has none
         self.buffer = bytearray(_READ)
         self.turns = turns or Turns()
         self.stopping = False
@@ -698,7 +698,7 @@ class Calls:
 
     async def start(self, listener: socket.socket) -> None:
         """Serve a listening socket."""
-        self._listening = await self.loop.create_server(lambda: _Connection(self), sock=listener, ssl=self._tls)
+        self._listening = await self.loop.create_server(lambda: _GrpcConnection(self), sock=listener, ssl=self._tls)
 
     @property
     def busy(self) -> bool:

@@ -38,7 +38,7 @@ _log = logging.getLogger("jurybox.gateway.grpc")
 _EVERY = 0.5  # seconds between two readiness checks for a watching client
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
     """Health of the server ("") and of each of its services, which all become ready together.
 
     Args:
@@ -173,7 +173,7 @@ class GrpcServer:
         self._readiness = readiness
         self._stopping = False
         self.ended = asyncio.Event()
-        self._health = Health([service.name for service in services], readiness)
+        self._health = HealthService([service.name for service in services], readiness)
         self.http2, found = choose_http2(http2)
         self._setting = setting
         self._listener = listen(address, setting)

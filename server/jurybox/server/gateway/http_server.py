@@ -62,7 +62,7 @@ def _works(cycle: Any) -> bool:
     return not cycle.response_complete and cycle.scope["method"] not in READING
 
 
-class Transport:
+class ConnectionTransport:
     """The transport of a connection as uvicorn sees it: `close` is the connection's.
 
     Args:
@@ -141,7 +141,7 @@ class _Counted:
         """See `asyncio.BaseProtocol`."""
         self.account = native.Account(self.budget, HTTP)
         self._heard = time.monotonic()
-        super().connection_made(Transport(transport, self._close))  # type: ignore[misc]
+        super().connection_made(ConnectionTransport(transport, self._close))  # type: ignore[misc]
         self._app, self.app = self.app, self._in_turn
         if len(self.connections) >= HTTP_CONNECTIONS:
             self._make_room()

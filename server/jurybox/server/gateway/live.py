@@ -128,7 +128,7 @@ PAGE_HEADERS = {
 }
 
 
-class Watching:
+class LiveRoutes:
     """The routes of the live page and of the metrics. Call `close` at the end.
 
     Args:
@@ -150,7 +150,7 @@ class Watching:
         budget: native.Budget | None = None,
         turns: Turns | None = None,
     ) -> None:
-        self._watch = Watch(source, ports, timeouts, budget)
+        self._watch = Snapshots(source, ports, timeouts, budget)
         self._scrapes = Scrapes(self._watch, turns or Turns())
         self._broadcast = Broadcast(self._watch)
         self.router = APIRouter()
@@ -199,7 +199,7 @@ INTERVAL = 0.4  # seconds between two documents of the stream
 _MOST_WATCHERS = 64
 
 
-class Watch:
+class Snapshots:
     """Snapshots of the server: the status at most once a second, the rest from the scoreboard."""
 
     def __init__(
@@ -248,14 +248,14 @@ class Watch:
 class Scrapes:
     """The metrics as text, which takes as long as twenty other requests: all who ask meanwhile get the next one."""
 
-    def __init__(self, watch: Watch, turns: Turns) -> None:
+    def __init__(self, watch: Snapshots, turns: Turns) -> None:
         self._watch = watch
         self._turns = turns
         self._next: dict[str, asyncio.Task[tuple[bytes, str]]] = {}  # by content type; none of them has begun
         self._took, self._ended = 0.0, float("-inf")  # the last one: seconds, and when (s of the monotonic clock)
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics as they are now or later, and their content type. Raises the errors of `Watch.snapshot`.
+        """Return the metrics, as they are now or later, and their content type. Raises what `Snapshots.snapshot` does.
 
         Args:
             accept: the value of a request's Accept header.
@@ -292,7 +292,7 @@ class Broadcast:
     A client that reads slowly misses documents, and does not delay the others.
     """
 
-    def __init__(self, watch: Watch, interval: float = INTERVAL) -> None:
+    def __init__(self, watch: Snapshots, interval: float = INTERVAL) -> None:
         self._watch = watch
         self._interval = interval
         self._watchers = 0

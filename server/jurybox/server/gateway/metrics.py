@@ -29,7 +29,7 @@ from jurybox.server.watch.sample import FAILURES, Snapshot
 PREFIX = "jurybox_"
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """The metric types of Prometheus."""
 
     COUNTER = "counter"
@@ -85,7 +85,7 @@ class Metric:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: Labels
     help: str
     use: str
@@ -97,7 +97,7 @@ class Metric:
     @property
     def full_name(self) -> str:
         """The name in queries; a histogram's series add _bucket, _sum or _count."""
-        return f"{PREFIX}{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
+        return f"{PREFIX}{self.name}{'_total' if self.kind is MetricKind.COUNTER else ''}"
 
 
 def by_model(read: Callable[[Snapshot, int], float | Distribution | None]) -> Callable[[Snapshot], Samples]:
@@ -181,7 +181,7 @@ def at_port(read: Callable[[PortCounters], Times]) -> Callable[[Snapshot], Sampl
 # supervisor owns, so that a restarted engine continues the counts of its predecessor.
 
 
-_COUNTER, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _MODEL, _ENGINE, _PORT = ("model",), ("engine",), ("port",)
 _NS = 1e9
 _SHORT = Buckets(10, 36, _NS)  # a microsecond to a minute
@@ -555,14 +555,14 @@ def format_of(accept: str) -> str:
 
 def _family(metric: Metric, snapshot: Snapshot) -> Family:
     name, help, labels = PREFIX + metric.name, metric.help, metric.labels
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         assert metric.buckets is not None
         histogram = HistogramMetricFamily(name, help, labels=labels)
         for values, value in metric.read(snapshot):
             assert isinstance(value, Distribution)
             histogram.add_metric(values, metric.buckets.cumulated(value), value.total)
         return histogram
-    family = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     single = family(name, help, labels=labels)
     for values, value in metric.read(snapshot):
         assert not isinstance(value, Distribution)

@@ -32,12 +32,12 @@ _log = logging.getLogger("jurybox.gateway.robots")
 T = TypeVar("T")
 
 
-class _Request(NamedTuple):
+class _RepRequest(NamedTuple):
     body: Any  # bytes, or None: it had another number of frames
     charge: Charge
 
 
-class Peer(Generic[T]):
+class RepPeer(Generic[T]):
     """A connection, and the task that answers its requests in order. See `limits.Limited`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Peer(Generic[T]):
 
     def __init__(self, server: RepServer[T], client: bytes, account: native.Account) -> None:
         self.client, self.account = client, account
-        self.requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self.requests: asyncio.Queue[_RepRequest] = asyncio.Queue()
         self.busy = False
         self.held = AsyncExitStack()
         self.state = server.begin(self)
@@ -85,8 +85,8 @@ class RepServer(Generic[T]):
         door: int,
         doors: Doors,
         turns: Turns,
-        begin: Callable[[Peer[T]], T],
-        answer: Callable[[Peer[T], bytes | None], Awaitable[bytes]],
+        begin: Callable[[RepPeer[T]], T],
+        answer: Callable[[RepPeer[T], bytes | None], Awaitable[bytes]],
         refused: Callable[[Error], bytes],
     ) -> None:
         self._most, self._budget, self._doors, self._turns = most, budget, doors, turns
@@ -94,7 +94,7 @@ class RepServer(Generic[T]):
         self._front = OpenFront(listener, most, budget, door)
         self._front.refused = self._no_room
         self._front.gone = self._gone
-        self._peers: dict[bytes, Peer[T]] = {}
+        self._peers: dict[bytes, RepPeer[T]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.TimerHandle | None = None
         self._behind = False  # whether it reads on later, when others had their turn
@@ -124,7 +124,7 @@ class RepServer(Generic[T]):
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._front.close()
 
-    async def serve(self, peer: Peer[T]) -> None:
+    async def serve(self, peer: RepPeer[T]) -> None:
         """Answer a connection's requests until it ends."""
         async with peer.held:
             while True:
@@ -153,7 +153,7 @@ class RepServer(Generic[T]):
             self._listen()
             self._look()
 
-    async def _answered(self, peer: Peer[T], body: bytes | None, answers: Charge) -> bytes:
+    async def _answered(self, peer: RepPeer[T], body: bytes | None, answers: Charge) -> bytes:
         try:
             if self._doors.closed:
                 raise refusal()
@@ -167,7 +167,7 @@ class RepServer(Generic[T]):
             why = f"the gateway failed at this request ({said(error, 200)}); its log says more"
             return self._refused(ModelFailed(why))
 
-    async def _left(self, peer: Peer[T]) -> None:
+    async def _left(self, peer: RepPeer[T]) -> None:
         """Wait until an answer has left this process, or its connection has ended."""
         pause = _LOOK
         while (link := self._front.link(peer.client)) is not None and link.pending:
@@ -208,7 +208,7 @@ class RepServer(Generic[T]):
             return  # it has gone
         peer = self._peers.get(client)
         if peer is None:
-            peer = self._peers[client] = Peer(self, client, account)
+            peer = self._peers[client] = RepPeer(self, client, account)
         if peer.requests.empty():
             self._turns.heard(peer)
         elif peer.requests.qsize() >= _MOST_WAITING and (link := self._front.link(client)) is not None and link.pending:
@@ -224,7 +224,7 @@ class RepServer(Generic[T]):
         except Error as error:
             self._front.send((client, b"", self._refused(error)))
             return
-        peer.requests.put_nowait(_Request(body if len(frames) == 3 else None, charge))
+        peer.requests.put_nowait(_RepRequest(body if len(frames) == 3 else None, charge))
 
     def _no_room(self, client: bytes, _first: bytes) -> None:
         why = f"no room for a message now, of at most {self._most} bytes: send less, or ask again later"

@@ -19,9 +19,9 @@ from jurybox.protocol.errors import ModelFailed, VersionNotHeld
 from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
-from jurybox.server.engine.batches import Counters
+from jurybox.server.engine.batches import ModelCounters
 from jurybox.server.engine.modules import array_over, bare, host_values, require_kept, tensor_over, weights_of
-from jurybox.server.engine.served import Outcome, Served, WeightsSource
+from jurybox.server.engine.served import BatchOutcome, Served, WeightsSource
 
 _MATRIX = 2
 
@@ -100,7 +100,7 @@ class Member:
     inputs: Mapping[str, NDArray[Any]]
     outputs: Mapping[str, NDArray[Any]]
     channel: WeightsChannel | None
-    counters: Counters
+    counters: ModelCounters
     arena: int = 0
 
     @property
@@ -108,7 +108,7 @@ class Member:
         return self.served.module
 
 
-class Part(NamedTuple):
+class MemberPart(NamedTuple):
     """The tickets of one member in a batch, and their numbers in it."""
 
     place: int
@@ -154,7 +154,7 @@ class Grouped:
         self.hole, self.fewest = (_HOLE, _FEWEST_ON_CPU) if on_cpu else (MAX_MODELS, 2)
         self._place = np.zeros(MAX_MODELS, np.int64)
         self._staging: dict[str, NDArray[Any]] = {}
-        self._split: tuple[NDArray[Any], list[Part]] | None = None
+        self._split: tuple[NDArray[Any], list[MemberPart]] | None = None
 
     def rebind(self, members: Sequence[Member], stacks: Stacks) -> None:
         """Set the members, in the order of the stacks; call it between two batches."""
@@ -171,7 +171,7 @@ class Grouped:
     def max_batch(self) -> int:
         return sum(member.served.max_batch for member in self.members)
 
-    def split(self, tickets: NDArray[Any]) -> list[Part]:
+    def split(self, tickets: NDArray[Any]) -> list[MemberPart]:
         """Split the tickets by member, in the stacks' order; the last result is cached."""
         if self._split is not None and self._split[0] is tickets:
             return self._split[1]
@@ -184,7 +184,7 @@ class Grouped:
         rows = np.add.reduceat(tickets_by_place["rows"], starts).tolist()
         ends = [*starts[1:].tolist(), len(tickets)]
         parts = [
-            Part(place, tickets_by_place[start:end], n, order[start:end])
+            MemberPart(place, tickets_by_place[start:end], n, order[start:end])
             for place, start, end, n in zip(places[starts].tolist(), starts.tolist(), ends, rows, strict=True)
         ]
         self._split = (tickets, parts)
@@ -195,13 +195,13 @@ class Grouped:
         held: NDArray[np.int64] = np.array(self.stacks.active.versions, np.int64)[self._place[tickets["model"]]]
         return held
 
-    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> Outcome | None:
+    def run(self, tickets: NDArray[Any], rows: int, version: int = 0) -> BatchOutcome | None:
         """Answer a batch; see `Served.run`. A member's error fails all of it; the engine then runs the parts singly."""
         parts = self.split(tickets)
         versions = self.stacks.active.versions
         if version and len(parts) > 1 and any(versions[part.place] != version for part in parts):
             raise VersionNotHeld(f"weights version {version} is not held by every model of the batch")
-        outcome = Outcome()
+        outcome = BatchOutcome()
         while parts:
             first, parts = self._within_max_batch(parts)
             for run in plan([(part.place, part.rows) for part in first], self.hole, self.fewest):
@@ -214,7 +214,7 @@ class Grouped:
                     self._run_together(chosen, outcome)
         return outcome if outcome.refused else None
 
-    def _within_max_batch(self, parts: list[Part]) -> tuple[list[Part], list[Part]]:
+    def _within_max_batch(self, parts: list[MemberPart]) -> tuple[list[MemberPart], list[MemberPart]]:
         """Limit the parts to their members' max_batch; return them and the rest for another forward."""
         first, later = [], []
         for part in parts:
@@ -224,11 +224,11 @@ class Grouped:
             upto = np.cumsum(part.tickets["rows"])
             n = int(np.searchsorted(upto, self.members[part.place].served.max_batch, side="right"))
             rows = int(upto[n - 1])
-            first.append(Part(part.place, part.tickets[:n], rows, part.numbers[:n]))
-            later.append(Part(part.place, part.tickets[n:], part.rows - rows, part.numbers[n:]))
+            first.append(MemberPart(part.place, part.tickets[:n], rows, part.numbers[:n]))
+            later.append(MemberPart(part.place, part.tickets[n:], part.rows - rows, part.numbers[n:]))
         return first, later
 
-    def _run_together(self, parts: Sequence[Part], outcome: Outcome) -> None:
+    def _run_together(self, parts: Sequence[MemberPart], outcome: BatchOutcome) -> None:
         """Run one forward over the members from the first part to the last, with rows padded to the largest part."""
         begin, end = parts[0].place, parts[-1].place + 1
         padded = max(part.rows for part in parts)
@@ -287,7 +287,7 @@ class Grouped:
         self.members[0].served.free_memory()
 
 
-def _add_refused(outcome: Outcome, part: Part, refused: Outcome | None) -> None:
+def _add_refused(outcome: BatchOutcome, part: MemberPart, refused: BatchOutcome | None) -> None:
     """Add the tickets of a part that have failed rows to the batch's outcome."""
     if refused is not None:
         outcome.refused |= {int(part.numbers[number]): reason for number, reason in refused.refused.items()}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Error, Refused, plain
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.engine.batches import Counters, Slot
+from jurybox.server.engine.batches import ModelCounters, Slot
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.exported import flat
 from jurybox.server.engine.modules import comparable, given_tensor, views_of_weights, weights_of
@@ -236,7 +236,7 @@ class GroupSlot(Slot):
         """Remove a member."""
 
 
-class GroupCounters(Counters):
+class GroupCounters(ModelCounters):
     """Counts for each member separately."""
 
     def __init__(self, grouped: Grouped, queue: Queue) -> None:
@@ -253,7 +253,7 @@ class GroupCounters(Counters):
             self._grouped.members[part.place].counters.add(name, part.tickets)
 
     def waiting(self, rows: int) -> None:
-        """Publish each member's number of rows that did not fit into the batch; see `Counters.waiting`."""
+        """Publish each member's number of rows that did not fit into the batch; see `ModelCounters.waiting`."""
         if not rows and not self._anybody_waits:
             return
         self._anybody_waits = rows > 0

@@ -38,7 +38,7 @@ class GroupWeightsUpdater:
         self._report = seldom(report)
         self._grouped = grouped
         self._later = later
-        self._readers: dict[int, _Reader] = {}  # by model
+        self._readers: dict[int, _ChannelReader] = {}  # by model
         self._turn = threading.Lock()  # held while stacks are written or replaced; never by the loop
         self._news = threading.Event()
         self._stopped = threading.Event()
@@ -53,13 +53,13 @@ class GroupWeightsUpdater:
         with self._turn:
             stacks = Stacks(members[0].module, len(members))
             there = {id(member): place for place, member in enumerate(self._grouped.members)}
-            readers: dict[int, _Reader] = {}
+            readers: dict[int, _ChannelReader] = {}
             for place, member in enumerate(members):
                 reader = self._readers.get(member.model)
                 if member.channel is None:
                     reader = None
                 elif reader is None or reader.channel is not member.channel:
-                    reader = _Reader(member.channel, self._news, self._stopped)
+                    reader = _ChannelReader(member.channel, self._news, self._stopped)
                 if reader is not None:
                     readers[member.model] = reader
                 self._begin(stacks, place, member, there.get(id(member)), reader)
@@ -90,7 +90,9 @@ class GroupWeightsUpdater:
         if self._thread.is_alive():
             self._thread.join(4 * _SLICE)
 
-    def _begin(self, stacks: Stacks, place: int, member: Member, was: int | None, reader: _Reader | None) -> None:
+    def _begin(
+        self, stacks: Stacks, place: int, member: Member, was: int | None, reader: _ChannelReader | None
+    ) -> None:
         """Fill both stacks: with a member's current, published or initial weights."""
         for stack in (stacks.active, stacks.spare):
             if was is not None:
@@ -151,7 +153,7 @@ class GroupWeightsUpdater:
         in_loop(self._later, switch, self._stopped)
 
 
-class _Reader:
+class _ChannelReader:
     """One member's channel, and a thread that waits for publications on it."""
 
     def __init__(self, channel: WeightsChannel, news: threading.Event, all_stopped: threading.Event) -> None:

@@ -25,7 +25,7 @@ _ANY = 1 << 40  # bytes of a frame, of which the budget lets only some be kept
 _PROBE = (PREFIX, bytes(8), b"")  # a control reply to call number 0, which no client has made
 
 
-class _Connection:
+class _FrontConnection:
     """A client's connection; `name` is set after the handshake."""
 
     def __init__(self, made: socket.socket, most: int, account: native.Account) -> None:
@@ -70,11 +70,11 @@ class OpenFront:
         self.gone: Callable[[bytes], None] = lambda _client: None
         self._listener = where if isinstance(where, socket.socket) else _bound(where)
         self._epoll = select.epoll()
-        self._connections: dict[int, _Connection] = {}  # by the descriptor in the epoll
-        self._named: dict[bytes, _Connection] = {}
-        self._parked: dict[int, _Connection] = {}  # by socket: they wait until another with their name is closed
+        self._connections: dict[int, _FrontConnection] = {}  # by the descriptor in the epoll
+        self._named: dict[bytes, _FrontConnection] = {}
+        self._parked: dict[int, _FrontConnection] = {}  # by socket: they wait until another with their name is closed
         self._messages: deque[list[Any]] = deque()
-        self._more: dict[bytes, _Connection] = {}  # connections with messages left over from their last turn
+        self._more: dict[bytes, _FrontConnection] = {}  # connections with messages left over from their last turn
         self._numbers = itertools.count(1)
         try:
             self._listener.setblocking(False)
@@ -221,7 +221,7 @@ class OpenFront:
             if link.broken and name not in self._more:
                 self._end(connection)
 
-    def _take(self, name: bytes, connection: _Connection) -> None:
+    def _take(self, name: bytes, connection: _FrontConnection) -> None:
         """Deliver a limited number of a connection's messages, so that a flood of them does not starve the others."""
         if connection.take_in is not None:
             connection.take_in()
@@ -232,7 +232,7 @@ class OpenFront:
         if len(messages) == _TURN:
             self._more[name] = connection
 
-    def _name(self, connection: _Connection) -> bool:
+    def _name(self, connection: _FrontConnection) -> bool:
         """Register a connection by its name; return False if the name is invalid or still in use by another one."""
         name = connection.link.peer or b"\0" + next(self._numbers).to_bytes(8, "little")
         if connection.link.peer[:1] == b"\0":  # reserved for generated names
@@ -265,7 +265,7 @@ class OpenFront:
             try:
                 made.setblocking(False)
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection = _Connection(made, self._longest, native.Account(self.budget, self._door))
+                connection = _FrontConnection(made, self._longest, native.Account(self.budget, self._door))
             except (OSError, RuntimeError):  # the client is gone, or no descriptor is free
                 made.close()
                 continue
@@ -285,7 +285,7 @@ class OpenFront:
         with contextlib.suppress(FileExistsError):
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: _FrontConnection) -> None:
         """Close a connection; a parked connection with the same name takes over."""
         descriptor = connection.link.descriptor
         if self._connections.pop(descriptor, None) is None:

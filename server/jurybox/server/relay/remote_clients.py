@@ -253,8 +253,8 @@ class HeldLane:
         self._rows = rows
         self._in_flight: dict[int, tuple[InlineTicket, InFlight]] = {}
         self._busy = bytearray(rows)
-        self._inputs = row_frames.PlainRows(lane.columns, "inputs")
-        self._outputs = row_frames.PlainRows(lane.columns, "outputs")
+        self._inputs = row_frames.PlainFrames(lane.columns, "inputs")
+        self._outputs = row_frames.PlainFrames(lane.columns, "outputs")
         self._shm = lane.transport if isinstance(lane.transport, ShmTransport) else None
         self._this = weakref.ref(self)
         self._native: native.RelayLane | None = None

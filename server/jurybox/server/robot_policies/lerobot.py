@@ -251,7 +251,7 @@ def _load(net: ActNetwork, weights: Mapping[str, Tensor], where: Path) -> None:
     net.load_state_dict(mine)
 
 
-class _Object(dict[str, Any]):
+class _JsonObject(dict[str, Any]):
     """A JSON object of a file. Raises ValueError for a missing key."""
 
     where = ""
@@ -260,14 +260,14 @@ class _Object(dict[str, Any]):
         raise ValueError(f"{self.where} has no {key!r}: expected what LeRobot's save_pretrained writes")
 
 
-def _object(path: Path) -> _Object:
+def _object(path: Path) -> _JsonObject:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}: expected a JSON object")
-    named = _Object(found)
+    named = _JsonObject(found)
     named.where = str(path)
     return named
 

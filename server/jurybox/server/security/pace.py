@@ -19,7 +19,7 @@ _RECEIVE = 2e-10  # seconds that the event loop takes for each byte before its p
 _LEAST = 0.001  # seconds of one rest: the event loop's timers do not know less, and uvloop makes none of half of it
 
 
-class Pace:
+class WorkPace:
     """Gives heavy work at most half of the time while others want some.
 
     Whoever has worked for long asks how long to `rest`: as long as it has worked, if somebody else was active
@@ -79,7 +79,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._pace = Pace()
+        self._pace = WorkPace()
         self._heavy: WeakKeyDictionary[HasTurns, float] = WeakKeyDictionary()  # when each did heavy work last
         self._behind: dict[HasTurns, None] = {}
         self._owed = 0.0  # seconds that others did not get yet for the work that was done
@@ -157,14 +157,14 @@ class Breaks:
         go_on: called after each rest.
     """
 
-    def __init__(self, pace: Pace, go_on: Callable[[], None]) -> None:
+    def __init__(self, pace: WorkPace, go_on: Callable[[], None]) -> None:
         self._pace = pace
         self._go_on = go_on
         self._owed = 0.0  # seconds of work after which there was no rest
         self.resting = False
 
     def heard(self) -> None:
-        """See `Pace.heard`."""
+        """See `WorkPace.heard`."""
         self._pace.heard(self)
 
     def after(self, began: float) -> None:

@@ -36,9 +36,16 @@ from jurybox.server.security.access import SecuritySettings, too_open
 from jurybox.server.settings.dialect_fields import FIELDS, PICKLED
 from jurybox.server.settings.endpoints import check_address, check_host_port, check_listen, split_host
 from jurybox.server.settings.robot_protocols import MODALITIES, MODALITY_FIELDS, WITHOUT_TLS, WITHOUT_TOKEN
-from jurybox.server.settings.sources import ConfigError, Sources, parse_flags, problems
+from jurybox.server.settings.sources import InvalidConfig, Sources, parse_flags, problems
 
-__all__ = ["ConfigError", "ModelSettings", "ServerSettings", "Settings", "load_settings", "model_settings_from_json"]
+__all__ = [
+    "Configuration",
+    "InvalidConfig",
+    "ModelSettings",
+    "ServerSettings",
+    "load_settings",
+    "model_settings_from_json",
+]
 
 _AUTO_ARENA_BYTES, _AUTO_ROWS = 128 << 20, 4096
 _AUTO_CLIENTS, _AUTO_LANE_ROWS = 128, 64
@@ -553,7 +560,7 @@ def _wrong_table(message: str, *key: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_table", "{message}", {"message": message, "key": key})
 
 
-class Settings(_Strict):
+class Configuration(_Strict):
     """All settings of a server."""
 
     server: ServerSettings = Field(default_factory=ServerSettings)
@@ -572,7 +579,7 @@ class Settings(_Strict):
         return self._folder
 
     @model_validator(mode="after")
-    def _interpreters_agree(self) -> Settings:
+    def _interpreters_agree(self) -> Configuration:
         """Check that models agree that share an engine: those of one group, and those of one interpreter."""
         groups: dict[str, tuple[str, str | None]] = {}
         for name, model in self.models.items():
@@ -617,7 +624,7 @@ class Settings(_Strict):
         return engines
 
     @model_validator(mode="after")
-    def _panels_have_members(self) -> Settings:
+    def _panels_have_members(self) -> Configuration:
         for name, panel in self.panels.items():
             table = ("panels", name)
             if name in self.models:
@@ -635,7 +642,7 @@ class Settings(_Strict):
         return self
 
     @model_validator(mode="after")
-    def _dialects_can_be_spoken(self) -> Settings:
+    def _dialects_can_be_spoken(self) -> Configuration:
         for name, dialect in self.dialects.items():
             speaks = dialect.speaks or name
             at, table = f"[dialects.{name}]", ("dialects", name)
@@ -668,7 +675,7 @@ class Settings(_Strict):
     robots: dict[ModelName, RobotSettings] = Field(default_factory=dict, max_length=MAX_MODELS)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Settings:
+    def _fits_together(self) -> Configuration:
         for name, robot in self.robots.items():
             if robot.model not in self.models:
                 there = ", ".join(sorted(self.models)) or "none"
@@ -751,14 +758,14 @@ class Settings(_Strict):
         }
 
 
-def named_factories(settings: Settings) -> list[str]:
+def named_factories(settings: Configuration) -> list[str]:
     """Return the factories that the configuration names explicitly, without patterns."""
     named = [model.factory for model in settings.models.values() if model.factory]
     listed = (*settings.server.factories, *settings.server.remote_factories)
     return [*dict.fromkeys((*named, *(name for name in listed if not name.endswith(":*"))))]
 
 
-def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelSettings, keep: float) -> None:
+def require_loadable_from_elsewhere(settings: Configuration, name: str, model: ModelSettings, keep: float) -> None:
     """Refuse a model of a client on another host that `server.remote_factories` does not allow.
 
     Raises:
@@ -782,7 +789,7 @@ def require_loadable_from_elsewhere(settings: Settings, name: str, model: ModelS
         )
 
 
-def require_loadable(settings: Settings, name: str, model: ModelSettings) -> None:
+def require_loadable(settings: Configuration, name: str, model: ModelSettings) -> None:
     """Refuse code that a client names unless the configuration allows it, since it runs as this user.
 
     Raises:
@@ -809,7 +816,9 @@ def require_loadable(settings: Settings, name: str, model: ModelSettings) -> Non
             )
 
 
-def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+def load_settings(
+    path: Path | None, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Configuration:
     """Read settings. The command line overrides the environment, that the file, and that the defaults.
 
     Args:
@@ -824,14 +833,14 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
     sources = Sources()
     if path is not None:
         sources.add_file(path, _PATHS, _SECURITY_FILES)
-    flags, wrong = parse_flags(sets, list(Settings.model_fields), server_keys, model_keys)
+    flags, wrong = parse_flags(sets, list(Configuration.model_fields), server_keys, model_keys)
     from_flags = {key[1] for key, _, _ in flags if key[0] == "models"}
     wrong += sources.add_environment(os.environ if environ is None else environ, server_keys, model_keys, from_flags)
     wrong += sources.add_flags(flags)
     try:
-        settings = Settings.model_validate(sources.tree)
+        settings = Configuration.model_validate(sources.tree)
     except ValidationError as error:
-        raise ConfigError("\n".join([*wrong, *problems(error, Settings, sources.place)])) from error
+        raise InvalidConfig("\n".join([*wrong, *problems(error, Configuration, sources.place)])) from error
     wrong += [
         f"{sources.place(('models', name, key))}: models.{name}.{key} = {file!r}: there is no such file"
         for name, model in settings.models.items()
@@ -839,16 +848,16 @@ def load_settings(path: Path | None, sets: Sequence[str] = (), environ: Mapping[
         if (file := getattr(model, key)) is not None and not Path(file).is_file()
     ]
     if wrong := [*wrong, *settings.server.broken_secrets()]:
-        raise ConfigError("\n".join(wrong))
+        raise InvalidConfig("\n".join(wrong))
     if path is not None:
         settings._folder = str(path.parent.resolve())
     in_file = path is not None and settings.server.token and sources.place(("server", "token")).startswith(f"{path}:")
     if path is not None and in_file and (why := too_open(path)):
-        raise ConfigError(f"server.token is in a file that others can read: {why}, or set server.token_file")
+        raise InvalidConfig(f"server.token is in a file that others can read: {why}, or set server.token_file")
     return settings
 
 
-def require_servable(settings: Settings, *, insecure: bool) -> None:
+def require_servable(settings: Configuration, *, insecure: bool) -> None:
     """Refuse a server without models, and one that other hosts can reach without authentication.
 
     Raises:
@@ -856,11 +865,11 @@ def require_servable(settings: Settings, *, insecure: bool) -> None:
             authentication and `insecure` is not set.
     """
     if not (settings.models or settings.server.factories or settings.server.remote_factories):
-        raise ConfigError(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
+        raise InvalidConfig(f"no model is configured; expected at least one in the TOML file, such as\n\n{_EXAMPLE}\n")
     if missing := settings.server.missing_devices():
-        raise ConfigError(missing)
+        raise InvalidConfig(missing)
     if (open_transports := settings.open_transports()) and not insecure:
-        raise ConfigError(
+        raise InvalidConfig(
             "\n".join(open_transports)
             + "\nOther hosts could use this server without authentication, or what they send could be read on the "
             "network. Expected these settings, or a loopback host; --insecure serves all the same, for a network that "
@@ -884,9 +893,9 @@ def model_settings_from_json(name: str, text: str, configured: ModelSettings | N
     if "*" in name or (isinstance(given, dict) and "count" in given):
         raise Refused(f"{name!r} with a star, or count, stands for several models: load them one by one")
     try:
-        model = Settings.model_validate({"models": {name: given}}).models[name]
+        model = Configuration.model_validate({"models": {name: given}}).models[name]
     except ValidationError as error:
-        raise Refused("\n".join(problems(error, Settings, lambda key: "load request"))) from error
+        raise Refused("\n".join(problems(error, Configuration, lambda key: "load request"))) from error
     if configured is not None:
         model._holders = configured._holders
         if problem := model._holders.problem(name, model):

@@ -146,7 +146,7 @@ _KEY_PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^."'\s=][^."'=]*?))\s*(\.
 _MODELS = "JURYBOX_MODELS__"
 
 
-class ConfigError(Exception):
+class InvalidConfig(Exception):
     """The configuration is invalid; the message names each wrong setting and what was expected."""
 
 
@@ -209,7 +209,7 @@ class Sources:
             self._places.setdefault(key[:length], place)
             if not isinstance(table, dict):
                 at = key[:length]
-                raise ConfigError(f"{place}: {shown(at)} is {table!r} at {self.place(at)}, expected a table")
+                raise InvalidConfig(f"{place}: {shown(at)} is {table!r} at {self.place(at)}, expected a table")
         table[key[-1]] = value
         for known in [known for known in self._places if known[: len(key)] == key]:
             del self._places[known]
@@ -228,15 +228,15 @@ class Sources:
         try:
             self._text = path.read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}; expected a TOML file") from error
+            raise InvalidConfig(f"{path}: cannot be read: {error.strerror}; expected a TOML file") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); expected a TOML file") from error
+            raise InvalidConfig(f"{path}: not UTF-8 text ({error.reason}); expected a TOML file") from error
         self._file = str(path)
         try:
             document = tomllib.loads(self._text)
         except tomllib.TOMLDecodeError as error:
             line = re.search(r"at line (\d+)", str(error))
-            raise ConfigError(f"{path}{':' + line[1] if line else ''}: not TOML: {error}") from error
+            raise InvalidConfig(f"{path}{':' + line[1] if line else ''}: not TOML: {error}") from error
         self._add_table((), document)
         models = document.get("models")
         tables = [(model, path_keys) for model in (models.values() if isinstance(models, dict) else ())]
@@ -292,11 +292,11 @@ class Sources:
                         if guess in server
                         else did_you_mean(variable, [*server, *RESERVED_VARIABLES])
                     )
-                    raise ConfigError(
+                    raise InvalidConfig(
                         f"{place}: no such setting{hint} (a model's setting is JURYBOX_MODELS__NAME__KEY, "
                         "with two underscores between the parts)"
                     )
-            except ConfigError as error:
+            except InvalidConfig as error:
                 wrong.append(str(error))
         return wrong
 
@@ -310,9 +310,9 @@ class Sources:
         for key, value, place in flags:
             try:
                 if key[0] == "models" and key[1] not in named:
-                    raise ConfigError(f"{place}: no model {key[1]!r} is configured{did_you_mean(key[1], named)}")
+                    raise InvalidConfig(f"{place}: no model {key[1]!r} is configured{did_you_mean(key[1], named)}")
                 self.put(key, value, place)
-            except ConfigError as error:
+            except InvalidConfig as error:
                 wrong.append(str(error))
         return wrong
 
@@ -335,14 +335,14 @@ def parse_flags(
     for text in sets:
         try:
             parsed.append(_parse_flag(text, tables, server_keys, model_keys))
-        except ConfigError as error:
+        except InvalidConfig as error:
             wrong.append(str(error))
     return parsed, wrong
 
 
 def _parse_flag(text: str, tables: Collection[str], server_keys: Collection[str], model_keys: Collection[str]) -> Flag:
     if re.match(r"\s*[\"']?server[\"']?\s*\.\s*[\"']?token[\"']?\s*=", text):
-        raise ConfigError(
+        raise InvalidConfig(
             "--set server.token=...: a command line is there for every user of this host to read; set "
             "server.token_file, or the environment variable JURYBOX_TOKEN"
         )
@@ -350,22 +350,22 @@ def _parse_flag(text: str, tables: Collection[str], server_keys: Collection[str]
     # A quoted part of the key may contain an equals sign.
     match = re.match(r"""((?:[^"'=]|"[^"]*"|'[^']*')*)=(.*)""", text, re.DOTALL)
     if match is None:
-        raise ConfigError(f"{place}: expected KEY=VALUE, such as models.photo.max_batch=32")
+        raise InvalidConfig(f"{place}: expected KEY=VALUE, such as models.photo.max_batch=32")
     try:
         key = parse_key(match[1])
     except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from error
+        raise InvalidConfig(f"{place}: {error}") from error
     if key[0] not in tables:
         whole = {name: f"models.NAME.{name}" for name in model_keys} | {name: f"server.{name}" for name in server_keys}
         whole |= {table: table for table in tables}
         near = difflib.get_close_matches(key[0].lower(), list(whole), n=1)
         hint = f"; did you mean {whole[near[0]]!r}?" if near else did_you_mean(key[0], tables)
-        raise ConfigError(f"{place}: no such table {key[0]!r}{hint}")
+        raise InvalidConfig(f"{place}: no such table {key[0]!r}{hint}")
     if len(key) < (2 if key[0] == "server" else 3):
         expected = "server.KEY=VALUE or models.NAME.KEY=VALUE"
         if key[0] not in ("server", "models"):
             expected = f"{key[0]}.NAME.KEY=VALUE"
-        raise ConfigError(f"{place}: expected {expected}")
+        raise InvalidConfig(f"{place}: expected {expected}")
     return key, parse_value(match[2]), place
 
 
@@ -376,7 +376,7 @@ def _model_key(variable: str, known: Collection[str], model_keys: Collection[str
     longest = max((len(name) for name in matching), default=0)
     matching = sorted(name for name in matching if len(name) == longest)
     if len(matching) > 1:
-        raise ConfigError(
+        raise InvalidConfig(
             f"environment variable {variable}: could be any of the models {', '.join(map(repr, matching))}; "
             "use --set or the file"
         )
@@ -387,13 +387,13 @@ def _model_key(variable: str, known: Collection[str], model_keys: Collection[str
         name = part.lower()
         # A model may be defined by variables alone, but a misspelt name must not become one.
         if not any(f"{_MODELS}{part}__{kind}" in environ for kind in ("FACTORY", "EXPORTED")):
-            raise ConfigError(
+            raise InvalidConfig(
                 f"environment variable {variable}: no model {name!r} is configured" + did_you_mean(name, known)
             )
     if not parts or not all(parts):
-        raise ConfigError(f"environment variable {variable}: expected JURYBOX_MODELS__NAME__KEY")
+        raise InvalidConfig(f"environment variable {variable}: expected JURYBOX_MODELS__NAME__KEY")
     if parts[0].lower() not in model_keys:
-        raise ConfigError(
+        raise InvalidConfig(
             f"environment variable {variable}: a model has no setting {parts[0].lower()!r}"
             + did_you_mean(parts[0], model_keys)
         )

@@ -15,7 +15,7 @@ from jurybox.processes import ControlPipe, encode_message, spawn
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.server.memory import MemoryKills
 from jurybox.server.security.access import Access
-from jurybox.server.settings.config import Settings
+from jurybox.server.settings.config import Configuration
 
 _AGAIN = 10.0  # seconds between two starts of a standby process that ends early
 
@@ -250,7 +250,7 @@ _OF_GRPC = tuple(
 )  # modules that a gateway imports only if it serves gRPC
 
 
-def services(settings: Settings, listening: Mapping[str, Any]) -> list[Child]:
+def services(settings: Configuration, listening: Mapping[str, Any]) -> list[Child]:
     """Return the gateway and the relay, if the settings ask for them.
 
     Args:

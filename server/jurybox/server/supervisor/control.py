@@ -20,8 +20,8 @@ from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_err
 from jurybox.server.logs import traced
 from jurybox.server.settings.config import (
     LONGEST_KEEP,
+    Configuration,
     ModelSettings,
-    Settings,
     model_settings_from_json,
     require_loadable,
     require_loadable_from_elsewhere,
@@ -158,7 +158,7 @@ class ControlHandlers:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Configuration,
         server_id: str,
         scoreboard: Scoreboard,
         models: Models,

@@ -13,7 +13,7 @@ from jurybox.client.juror import score_output
 from jurybox.client.juror_rows import column_names
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
-from jurybox.server.settings.config import DialectSettings, PanelSettings, Settings
+from jurybox.server.settings.config import Configuration, DialectSettings, PanelSettings
 from jurybox.server.settings.dialect_fields import (
     FIELDS,
     FRAMES,
@@ -30,7 +30,7 @@ _AXES = {PICTURE: 3, FRAMES: 4}
 _CHANNELS = 3
 
 
-def require_answerable(settings: Settings, spec: ModelSpec) -> None:
+def require_answerable(settings: Configuration, spec: ModelSpec) -> None:
     """Check a loaded model for each dialect that uses it.
 
     Raises:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.settings.config import Settings
+from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.robot_protocols import problem
 
 
-def require_steerable(settings: Settings, spec: ModelSpec) -> None:
+def require_steerable(settings: Configuration, spec: ModelSpec) -> None:
     """Check a loaded model for each port of robots that uses it.
 
     Raises:

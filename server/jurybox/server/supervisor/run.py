@@ -20,7 +20,7 @@ from jurybox.protocol.descriptors import raise_limit
 from jurybox.protocol.errors import Error, Refused
 from jurybox.protocol.segment import sweep
 from jurybox.server.logs import configure
-from jurybox.server.settings.config import Settings
+from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.endpoints import CannotListen, listen
 from jurybox.server.supervisor.control import Events
 from jurybox.server.supervisor.supervisor import Supervisor
@@ -33,7 +33,7 @@ class AddressTaken(Error):
     """Another server holds the address."""
 
 
-def run(settings: Settings, *, dry_run: bool = False) -> int:
+def run(settings: Configuration, *, dry_run: bool = False) -> int:
     """Serve until a signal arrives, and return the exit status: 0, 1, 3 or 4.
 
     With `dry_run`, load and warm up every model, log what would be used, and stop; another server may serve meanwhile.
@@ -45,7 +45,7 @@ def run(settings: Settings, *, dry_run: bool = False) -> int:
     return _served(settings)
 
 
-def _served(settings: Settings, shown: Settings | None = None) -> int:
+def _served(settings: Configuration, shown: Configuration | None = None) -> int:
     server = settings.server
     events = Events()
     log = configure("supervisor", server.log_level, server.log_format, keep=events.keep)
@@ -70,7 +70,7 @@ def _served(settings: Settings, shown: Settings | None = None) -> int:
             os.close(lock)
 
 
-def _doors(settings: Settings) -> Iterator[tuple[str, str]]:
+def _doors(settings: Configuration) -> Iterator[tuple[str, str]]:
     """Yield the setting and the "host:port" of every port of the server."""
     server = settings.server
     yield from (("server.http", server.http), ("server.grpc", server.grpc), ("server.tcp", server.tcp))
@@ -78,7 +78,7 @@ def _doors(settings: Settings) -> Iterator[tuple[str, str]]:
     yield from ((f"robots.{name}.listen", one.listen) for name, one in settings.robots.items())
 
 
-def require_free(settings: Settings) -> None:
+def require_free(settings: Configuration) -> None:
     """Check that the server's ports are free before models are loaded, which may take minutes.
 
     A port may still belong to a server that has just been killed, so a taken one gets a moment.
@@ -102,7 +102,7 @@ def require_free(settings: Settings) -> None:
                 break
 
 
-def _rehearsal(settings: Settings, folder: Path) -> Settings:
+def _rehearsal(settings: Configuration, folder: Path) -> Configuration:
     """Return the settings of a server beside the one that may serve: with an address in `folder` and free ports.
 
     It saves no weights, because the other server holds their folders.

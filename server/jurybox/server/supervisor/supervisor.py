@@ -23,7 +23,7 @@ from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.wire import BEREFT
 from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.memory import MemoryKills
-from jurybox.server.settings.config import ModelSettings, Settings, named_factories
+from jurybox.server.settings.config import Configuration, ModelSettings, named_factories
 from jurybox.server.supervisor.children import Child, Watchdog, killed_from_outside, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.dialect_fit import require_answerable
@@ -52,7 +52,7 @@ _STOPPED, _COULD_NOT_START, _CHILD_LOST = 0, 3, 4  # exit statuses
 class Supervisor:
     """Owns all shared resources of a server. Runs until a signal, or until a child can no longer be restarted."""
 
-    def __init__(self, settings: Settings, signals: socket.socket, log: Log, events: Events) -> None:
+    def __init__(self, settings: Configuration, signals: socket.socket, log: Log, events: Events) -> None:
         self._all = settings
         self._settings = server = settings.server
         self._signals = signals
@@ -120,7 +120,7 @@ class Supervisor:
         self._sweep_at = time.monotonic() + _DEAD_BY_THEN
         self._ticked = time.monotonic()
 
-    def run(self, rehearsed: Settings | None = None) -> int:
+    def run(self, rehearsed: Configuration | None = None) -> int:
         """Start the children, serve, and return the exit status.
 
         Args:
@@ -536,7 +536,7 @@ class Supervisor:
             else:
                 self._engines.engines[engine].send("wake", model=held.index, load=load)
 
-    def _announce(self, rehearsed: Settings | None, *, late: bool) -> None:
+    def _announce(self, rehearsed: Configuration | None, *, late: bool) -> None:
         """Log that the server is ready, or could not start."""
         states = {held.name: held.state for held in self._models}
         models = ", ".join(f"{name} ({state})" for name, state in states.items())

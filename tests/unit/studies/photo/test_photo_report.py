@@ -17,7 +17,7 @@ from jurybox.studies.photo.report import PhotoRun, render
 from jurybox.training.cli import demo as demo_commands
 from jurybox.training.report import charts
 from jurybox.training.report.verdict import compare, judge
-from jurybox.training.runtime.progress import Lane, Timeline
+from jurybox.training.runtime.progress import RoleTimeline, Timeline
 
 RNG = np.random.default_rng(5)
 STATUS = {
@@ -207,7 +207,9 @@ def test_no_label_of_a_chart_leaves_its_drawing(html, width):
 
 @pytest.mark.parametrize("width", [640, 344])
 def test_a_long_name_leaves_room_for_its_value(width):
-    lanes = tuple(Lane(f"learner-agent_{n}+agent_{n + 1}+agent_{n + 2}", 0.5, [(0.0, 1.0, "")]) for n in range(3))
+    lanes = tuple(
+        RoleTimeline(f"learner-agent_{n}+agent_{n + 1}+agent_{n + 2}", 0.5, [(0.0, 1.0, "")]) for n in range(3)
+    )
     drawn = charts.timeline(Timeline(lanes), "who worked when")
     (texts,) = drawings(drawn.wide + drawn.narrow, width)
     assert all(begins >= -4 and ends <= width + 4 for begins, ends, _ in texts), texts

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from pettingzoo.test import api_test, seed_test
 
-from jurybox.studies.treasure import FIRST_GEM, FLOOR, WALL, Move, TreasureConfig, TreasureHunt, World
+from jurybox.studies.treasure import FIRST_GEM, FLOOR, WALL, Move, TreasureConfig, TreasureHunt, TreasureWorld
 
 
 def world(**changes):
-    return World(TreasureConfig(**changes), np.random.default_rng(3))
+    return TreasureWorld(TreasureConfig(**changes), np.random.default_rng(3))
 
 
 def test_pettingzoo_finds_nothing_wrong():
@@ -80,7 +80,7 @@ def test_an_agent_sees_its_window_and_not_itself():
 @pytest.mark.parametrize("walls", [0.0, 0.1, 0.4])
 def test_walls_never_cut_the_floor_in_two(walls):
     for seed in range(10):
-        tiles = World(TreasureConfig(walls=walls, gems=(2, 1, 1)), np.random.default_rng(seed)).tiles
+        tiles = TreasureWorld(TreasureConfig(walls=walls, gems=(2, 1, 1)), np.random.default_rng(seed)).tiles
         floor = {tuple(place) for place in np.argwhere(tiles != WALL)}
         reached, ahead = set(), [next(iter(floor))]
         while ahead:

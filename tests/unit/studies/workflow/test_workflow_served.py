@@ -9,7 +9,7 @@ import pytest
 from tests.unit.algorithms.acting import refined
 
 from jurybox.client import Timeout
-from jurybox.studies.workflow.served import ServedPolicy
+from jurybox.studies.workflow.served import ServedDefender
 from jurybox.training.algorithms.ppo import PPOSettings
 
 ROWS = np.zeros((3, 4), np.float32)
@@ -34,7 +34,7 @@ class Answers:
 
 def policy(model):
     learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2)
-    return ServedPolicy(learner, model, SimpleNamespace(publish=lambda state: 7))
+    return ServedDefender(learner, model, SimpleNamespace(publish=lambda state: 7))
 
 
 def test_every_answer_has_to_be_of_the_published_weights() -> None:

@@ -1,21 +1,21 @@
 """Hockey for two on a small rink, with the physical parameters of the Martius lab's hockey environment."""
 
 from jurybox.studies.hockey.bots import BOTS, Bot, Opponent, RandomPlayer, make_opponent
-from jurybox.studies.hockey.game import Game, HockeyGame, Mode, Turn
-from jurybox.studies.hockey.matches import Match, Result, play
+from jurybox.studies.hockey.game import Game, GameStep, HockeyGame, Mode
+from jurybox.studies.hockey.matches import Match, MatchResult, play
 from jurybox.studies.hockey.original import make_game
 
 __all__ = [
     "BOTS",
     "Bot",
     "Game",
+    "GameStep",
     "HockeyGame",
     "Match",
+    "MatchResult",
     "Mode",
     "Opponent",
     "RandomPlayer",
-    "Result",
-    "Turn",
     "make_game",
     "make_opponent",
     "play",

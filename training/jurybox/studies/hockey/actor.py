@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from jurybox.studies.hockey.bots import Opponent, make_opponent
 from jurybox.studies.hockey.curriculum import Opponents
-from jurybox.studies.hockey.game import GOAL_REWARD, Game, Turn
-from jurybox.studies.hockey.matches import Match, Policy, Result, Table, play
+from jurybox.studies.hockey.game import GOAL_REWARD, Game, GameStep
+from jurybox.studies.hockey.matches import Games, Match, MatchResult, Policy, play
 from jurybox.studies.hockey.opponents import LocalPolicies, Pool, PublishedActor
 from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.served import ServedPolicies, Serving
@@ -39,7 +39,7 @@ class Standing:
     steps: float
 
     @classmethod
-    def of(cls, results: Sequence[Result]) -> Standing:
+    def of(cls, results: Sequence[MatchResult]) -> Standing:
         winners = np.array([result.winner for result in results])
         return cls(
             len(results),
@@ -100,7 +100,7 @@ def fields(observation_size: int, action_size: int) -> dict[str, Field]:
     }
 
 
-def shaped(turn: Turn, player: int, shaping: Shaping) -> float:
+def shaped(turn: GameStep, player: int, shaping: Shaping) -> float:
     """Return the shaped reward of `player` for a step."""
     info = turn.infos[player]
     return number(
@@ -143,7 +143,7 @@ class Collector:
         begun: int = 0,
     ) -> None:
         self.begun = begun
-        self._table = Table(games)
+        self._table = Games(games)
         self._settings = settings
         self._policies = policies
         self._number = number
@@ -160,7 +160,7 @@ class Collector:
         self._requested = [False, False]
         self._turn = 0
 
-    def step(self, *, warm: bool) -> tuple[int, list[Result]]:
+    def step(self, *, warm: bool) -> tuple[int, list[MatchResult]]:
         """Step the games of one half; the next call steps the other half.
 
         Args:
@@ -213,7 +213,7 @@ class Collector:
             return self._streams[slot]
         return (self._kept_streams if self._table.matches[slot].task.anchor else self._streams)[slot]
 
-    def _write(self, slot: int, before: Rows, actions: Rows, turn: Turn) -> None:
+    def _write(self, slot: int, before: Rows, actions: Rows, turn: GameStep) -> None:
         for player, stream in enumerate(self._writes[slot]):
             stream.add(
                 observation=before[player],

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.studies.hockey.bots import Opponent
-from jurybox.studies.hockey.game import Action, HockeyGame, Observation, Turn
+from jurybox.studies.hockey.game import Action, GameStep, HockeyGame, Observation
 from jurybox.studies.hockey.matches import Match, Policy, play
 from jurybox.studies.hockey.rink import (
     GOAL_DEPTH,
@@ -181,7 +181,7 @@ def film(
     """
     game, score, frames = HockeyGame(), [0, 0], list[Frame]()
 
-    def watch(slot: int, seen: Observation, actions: Action, turn: Turn) -> None:
+    def watch(slot: int, seen: Observation, actions: Action, turn: GameStep) -> None:
         if winner := turn.infos[0]["winner"]:
             score[0 if winner > 0 else 1] += 1
         if game.taken % every == 0 or game.over:

@@ -32,7 +32,7 @@ class Mode(IntEnum):
         return 250 if self is Mode.NORMAL else 80
 
 
-class Turn(NamedTuple):
+class GameStep(NamedTuple):
     """The result of a step, by player.
 
     Attributes:
@@ -62,7 +62,7 @@ class Game(Protocol):
     def reset(self, seed: int | None = None, *, first: int | None = None) -> Observation:
         """Begin a game; return (2, observation_size). The puck starts on the side of `first`."""
 
-    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
+    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> GameStep:
         """Let both players act; actions are (2, action_size) from -1 to 1, each in its player's own frame."""
 
     def close(self) -> None: ...
@@ -162,7 +162,7 @@ class HockeyGame:
         self.rink.reset(left, right, puck, (0.0, 0.0))
         self.rink.kick((SHOT_SPEED * math.cos(away), SHOT_SPEED * math.sin(away)))
 
-    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
+    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> GameStep:
         """Let both players act.
 
         Args:
@@ -189,7 +189,7 @@ class HockeyGame:
             GOAL_REWARD * infos[0]["winner"] + infos[0]["reward_closeness_to_puck"],
             GOAL_REWARD * infos[1]["winner"] + infos[1]["reward_closeness_to_puck"],
         )
-        return Turn(self._observations(), rewards, terminated, truncated, infos)
+        return GameStep(self._observations(), rewards, terminated, truncated, infos)
 
     def close(self) -> None:
         """End the game; there is nothing to free."""

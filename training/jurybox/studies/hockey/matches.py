@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.studies.hockey.bots import Opponent
-from jurybox.studies.hockey.game import Game, Turn
+from jurybox.studies.hockey.game import Game, GameStep
 from jurybox.training.contract import check_finite
 from jurybox.training.roles.curriculum import Task
 
@@ -36,7 +36,7 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MatchResult:
     """The result of a match, from the learner's side.
 
     Attributes:
@@ -54,10 +54,10 @@ class Result:
     touches: int
 
 
-Watch = Callable[[int, npt.NDArray[np.float32], npt.NDArray[np.float32], Turn], None]
+Watch = Callable[[int, npt.NDArray[np.float32], npt.NDArray[np.float32], GameStep], None]
 
 
-class Table:
+class Games:
     """Parallel games, each with its current match.
 
     Attributes:
@@ -82,7 +82,7 @@ class Table:
 
     def step(
         self, slots: Sequence[int], chosen: npt.NDArray[np.float32], watch: Watch | None = None
-    ) -> list[tuple[int, Result]]:
+    ) -> list[tuple[int, MatchResult]]:
         """Step some games.
 
         Args:
@@ -112,23 +112,25 @@ class Table:
             if turn.terminated or turn.truncated:
                 del self.matches[slot]
                 steps, score, touches = self._steps[slot], self._scores[slot], self._touches[slot]
-                over.append((slot, Result(match.task.label, info["winner"], steps, score, touches)))
+                over.append((slot, MatchResult(match.task.label, info["winner"], steps, score, touches)))
         return over
 
 
-def play(games: Sequence[Game], matches: Iterable[Match], policy: Policy, watch: Watch | None = None) -> list[Result]:
+def play(
+    games: Sequence[Game], matches: Iterable[Match], policy: Policy, watch: Watch | None = None
+) -> list[MatchResult]:
     """Play all matches, as many at a time as there are games; a game that ends takes the next match.
 
     Args:
         policy: actions (n, action) for observations (n, observation).
-        watch: see `Table.step`.
+        watch: see `Games.step`.
 
     Returns:
         Results in the order of the matches.
     """
-    table, waiting = Table(games), enumerate(matches)
+    table, waiting = Games(games), enumerate(matches)
     numbers: dict[int, int] = {}
-    results: dict[int, Result] = {}
+    results: dict[int, MatchResult] = {}
 
     def begin(slot: int) -> None:
         number, match = next(waiting, (0, None))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.protocol.errors import missing_name
-from jurybox.studies.hockey.game import GOAL_REWARD, Game, HockeyGame, Mode, Observation, TimeOut, Turn
+from jurybox.studies.hockey.game import GOAL_REWARD, Game, GameStep, HockeyGame, Mode, Observation, TimeOut
 
 
 def make_game(
@@ -88,7 +88,7 @@ class OriginalGame:
         seen, _ = self.environment.reset(seed=seed, **options)
         return self._both(seen)
 
-    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> Turn:
+    def step(self, actions: Sequence[Sequence[float]] | npt.NDArray[Any]) -> GameStep:
         joined = np.clip(np.asarray(actions, np.float64), -1.0, 1.0).reshape(-1)
         seen, _, terminated, truncated, info = self.environment.step(joined)
         self._taken += 1
@@ -96,7 +96,7 @@ class OriginalGame:
         rewards = (_reward(infos[0]), _reward(infos[1]))
         if terminated and not infos[0]["winner"] and self._taken >= self.mode.steps and self.time_out == "truncate":
             terminated, truncated = False, True
-        return Turn(self._both(seen), rewards, bool(terminated), bool(truncated), infos)
+        return GameStep(self._both(seen), rewards, bool(terminated), bool(truncated), infos)
 
     def close(self) -> None:
         self.environment.close()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jurybox.client import connect
 from jurybox.studies.photo.environment import (
-    Outcome,
+    EditedEpisode,
     PhotoConfig,
     RandomEdits,
     evaluate,
@@ -267,7 +267,7 @@ def evaluate_policy(
                 mend = _unless(stopped, policy)
                 learned = evaluate(environment, mend, [seed]).outcomes
                 random = evaluate(environment, _unless(stopped, RandomEdits(seed)), [seed]).outcomes
-                whole: Sequence[Outcome | None] = [None] * len(learned)
+                whole: Sequence[EditedEpisode | None] = [None] * len(learned)
                 if seed in angles:
                     whole = evaluate(environment, mend, [seed], intact=True).outcomes
                     turned.extend(straighten(environment, mend, {seed: angles[seed]}))
@@ -342,10 +342,10 @@ def _locally(scorer: LocalScorer, pictures: Sequence[Picture]) -> npt.NDArray[np
     return np.array(scores)
 
 
-_Edited = tuple[Outcome, Outcome, Outcome | None]  # learned, random, of the intact photo
+_Edited = tuple[EditedEpisode, EditedEpisode, EditedEpisode | None]  # learned, random, of the intact photo
 
 
-def _case(learned: Outcome, random: Outcome, rate: Judge, perceptual: Perceptual | None) -> Case:
+def _case(learned: EditedEpisode, random: EditedEpisode, rate: Judge, perceptual: Perceptual | None) -> Case:
     shown = (learned.damaged, random.edited, learned.edited, learned.undamaged)
     pictures = dict(zip(KINDS, shown, strict=True))
     recipes: dict[str, Mapping[str, float]] = {"no edits": {}, "random edits": random.edits, "learned": learned.edits}
@@ -361,7 +361,7 @@ def _case(learned: Outcome, random: Outcome, rate: Judge, perceptual: Perceptual
     return Case(learned.photo, learned.seed, pictures, marks, audit, learned.degradation, learned.edits)
 
 
-def _intact(whole: Outcome, perceptual: Perceptual | None) -> Intact:
+def _intact(whole: EditedEpisode, perceptual: Perceptual | None) -> Intact:
     reference = registered(whole.damaged, 0.0, whole.edits)
     audit = measure(whole.edited, reference, perceptual)
     return Intact(whole.photo, whole.seed, whole.damaged, whole.edited, whole.before, whole.after, audit)

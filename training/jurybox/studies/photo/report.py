@@ -14,7 +14,7 @@ from jurybox.studies.photo.evaluation import KINDS, Case, PhotoEvaluation, strai
 from jurybox.training.report import charts, page
 from jurybox.training.report.charts import Bar
 from jurybox.training.report.page import (
-    Answer,
+    Conclusion,
     Details,
     Figures,
     Gallery,
@@ -137,7 +137,7 @@ def _signed(name: str, value: float) -> str:
 def render(run: PhotoRun) -> str:
     """Return the report as one HTML document."""
     verdict = verdict_of(run.evaluation)
-    sections: list[Answer | Section | None] = [
+    sections: list[Conclusion | Section | None] = [
         _answer(run, verdict),
         _grounds(run, verdict),
         _pictures(run.evaluation),
@@ -164,12 +164,12 @@ def render(run: PhotoRun) -> str:
     return page.render("Jurybox photo report", heading, sections)
 
 
-def _answer(run: PhotoRun, verdict: Verdict) -> Answer:
+def _answer(run: PhotoRun, verdict: Verdict) -> Conclusion:
     """What a reader sees first: the answer, six photographs before and after, and what the server did."""
     parts: list[Part] = [_in_short(run.evaluation), Pairs([_pair(case) for case in _chosen(run.evaluation)])]
     if (found := _served(run)) is not None:
         parts.append(Figures("What the server did meanwhile", _figures(run, found)))
-    return Answer(verdict.answer, verdict.headline, parts)
+    return Conclusion(verdict.answer, verdict.headline, parts)
 
 
 def _in_short(evaluation: PhotoEvaluation) -> str:

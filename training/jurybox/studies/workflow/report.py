@@ -15,7 +15,7 @@ from jurybox.studies.workflow.settings import ORDERS, describe
 from jurybox.studies.workflow.trainer import Evaluated, WorkflowTrainer
 from jurybox.training.report import charts, page
 from jurybox.training.report import verdict as verdicts
-from jurybox.training.report.page import Answer, Legend, Section, Table
+from jurybox.training.report.page import Conclusion, Legend, Section, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ def render(
     packages = ("torch", "gymnasium", "numpy", "scikit-learn")
     answer: dict[str, verdicts.Answer] = {"passed": "yes", "failed": "no", "not judged": "undecided"}
     sections = [
-        Answer(answer[verdict], first, rest),
+        Conclusion(answer[verdict], first, rest),
         _prices(trainer),
         _search(trainer),
         _learning(metrics),

@@ -218,7 +218,7 @@ class MaskedPolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class PlayedEpisodes:
     """The results of n episodes, each array (n,).
 
     Attributes:
@@ -235,9 +235,9 @@ class Episodes:
     obeyed: npt.NDArray[np.int64]
     whole: Bools
 
-    def of(self, rows: Bools) -> Episodes:
+    def of(self, rows: Bools) -> PlayedEpisodes:
         """Return some of the episodes."""
-        return Episodes(*(getattr(self, each.name)[rows] for each in fields(self)))
+        return PlayedEpisodes(*(getattr(self, each.name)[rows] for each in fields(self)))
 
     @property
     def compliance(self) -> float:
@@ -271,12 +271,12 @@ def play(
     stepped: Callable[[int], None] = lambda step: None,
     learn_every: int = 0,
     learn: Callable[[Rollout], object] = lambda part: None,
-) -> tuple[Rollout, Episodes]:
+) -> tuple[Rollout, PlayedEpisodes]:
     """Play one episode of every environment, each of `steps` steps.
 
     An environment that is truncated before (its process was replaced, say) is bootstrapped there, and begins another
     episode. Its steps without an effect are not valid in the rollout: that of the reset, and the one whose result is
-    lost; and its episode is not `Episodes.whole`.
+    lost; and its episode is not `PlayedEpisodes.whole`.
 
     Args:
         env: its infos hold ``true_state``; with masks also ``action_masks``, or it has a method of that name. The
@@ -334,7 +334,7 @@ def play(
         stepped(step)
     rollout.last_value[:] = finish(steps - 1)
     fixes, complied, judged, obeyed = counts
-    return rollout, Episodes(returns, fixes, complied, judged, obeyed, whole)
+    return rollout, PlayedEpisodes(returns, fixes, complied, judged, obeyed, whole)
 
 
 @dataclass(frozen=True, slots=True)

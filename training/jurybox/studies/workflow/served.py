@@ -37,7 +37,7 @@ class WeightsNotAdopted(RunError):
     """The policy server does not use the published weights."""
 
 
-class ServedPolicy:
+class ServedDefender:
     """A learner's policy, whose logits and values the server computes.
 
     PPO needs actions of the policy that it updates, and the server adopts weights between two batches. So `act` repeats
@@ -108,4 +108,4 @@ def served_policy(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[P
         connection.publisher(served.names[MODEL]) as publisher,
     ):
         model = connection.model(served.names[MODEL], rows=settings.envs)
-        yield lambda learner: ServedPolicy(learner, model, publisher)
+        yield lambda learner: ServedDefender(learner, model, publisher)

@@ -61,7 +61,7 @@ def networks(
             yield made[0], made[1], lambda: sum(each.restarts for each in processes)
             return
         from jurybox.cluster.env_workers import EnvWorkers
-        from jurybox.cluster.vector_env import Groups, SpreadVectorEnv
+        from jurybox.cluster.vector_env import SpreadVectorEnv, WorkerGroups
 
         halves = environments.halves(settings)
         # Our simulator is fast enough for one worker to keep up with the learner.
@@ -73,7 +73,7 @@ def networks(
             [environments.maker(settings, half[worker]) for _ in range(environments.STREAMS) for half in rows]
             for worker in range(count)
         ]
-        workers = held.enter_context(EnvWorkers([partial(Groups, each) for each in makers], spread.needs))
+        workers = held.enter_context(EnvWorkers([partial(WorkerGroups, each) for each in makers], spread.needs))
         streams: list[Parts] = []
         for stream in range(environments.STREAMS):
             parts = tuple(

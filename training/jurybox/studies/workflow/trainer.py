@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
 from jurybox.studies.workflow.gp_ucb import Proposal, Trial, WorkflowSearch
-from jurybox.studies.workflow.rollouts import INPUTS, Episodes, MaskedPolicy, Part, play, share
+from jurybox.studies.workflow.rollouts import INPUTS, MaskedPolicy, Part, PlayedEpisodes, play, share
 from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTraining
 from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.ppo import PPO, RefinedPPO
@@ -234,7 +234,7 @@ class WorkflowTrainer:
         runs = rounds * (2 if fresh else 1)
         done = iter(range(runs))
 
-        def run(head_starts: npt.NDArray[np.int64], number: int) -> Episodes:
+        def run(head_starts: npt.NDArray[np.int64], number: int) -> PlayedEpisodes:
             before = next(done)
             found = _played(
                 np.ones(settings.envs, np.bool_),
@@ -346,7 +346,7 @@ class WorkflowTrainer:
             self._learner_steps += self.learner.gradient_steps
             self.learner, self._policy = self._new_learner()
 
-    def _update_phase(self, played: Episodes) -> None:
+    def _update_phase(self, played: PlayedEpisodes) -> None:
         settings, total = self.settings, self.settings.total_episodes
         reference = settings.reference_share * total
         if self.phase == REFERENCE and self.episodes >= reference:
@@ -377,7 +377,7 @@ class WorkflowTrainer:
         self.tried.append(TriedWorkflow(**asdict(trial), episodes=spent, verdict=verdict, evaluated=found))
         self._proposal = None
 
-    def _keep(self, judged: Episodes, comparable: Episodes) -> None:
+    def _keep(self, judged: PlayedEpisodes, comparable: PlayedEpisodes) -> None:
         """Keep the current policy if it is the best that obeys."""
         if self.verdict(int(judged.judged.sum()), int(judged.obeyed.sum())) != "passed":
             return
@@ -415,7 +415,7 @@ class WorkflowTrainer:
         return learner, self._make_policy(learner)
 
 
-def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tuple[Rollout, Episodes]:
+def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tuple[Rollout, PlayedEpisodes]:
     """Play, and again while the processes of all `counted` networks were replaced before the end of their episodes."""
     for _ in range(_TRIES):
         rollout, played = play(*given, **options)
@@ -427,9 +427,11 @@ def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tupl
     )
 
 
-def joined(runs: Sequence[Episodes]) -> Episodes:
+def joined(runs: Sequence[PlayedEpisodes]) -> PlayedEpisodes:
     """Join the episodes of several runs."""
-    return Episodes(*(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(Episodes)))
+    return PlayedEpisodes(
+        *(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(PlayedEpisodes))
+    )
 
 
 def _reward_metrics(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.float64]) -> dict[str, float]:

@@ -45,7 +45,7 @@ _NATIVE = 2  # the native core reads the first two
 _DAMAGED, _NO_ROOM, _UNREADABLE = 1, 2, 3  # its status of a piece
 
 
-class Kind(IntEnum):
+class ItemKind(IntEnum):
     ROWS = 1
     LINKS = 2
     PRIORITIES = 3
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 
 
 _RECORD_MAGIC = b"JBRC"
-_COMMIT_MAGIC = _RECORD_MAGIC + struct.pack("<I", Kind.COMMIT)
+_COMMIT_MAGIC = _RECORD_MAGIC + struct.pack("<I", ItemKind.COMMIT)
 _LONGEST_COMMIT = 1 << 20  # a longer one is found by scanning the file
 
 
@@ -61,7 +61,7 @@ _LONGEST_COMMIT = 1 << 20  # a longer one is found by scanning the file
 class Record:
     """One record's head, and where its payload begins."""
 
-    kind: Kind
+    kind: ItemKind
     part: int
     codec: int
     first: int
@@ -80,7 +80,7 @@ class Record:
     @property
     def name(self) -> str:
         """Its name in error messages."""
-        what = {Kind.ROWS: "rows", Kind.LINKS: "links", Kind.PRIORITIES: "priorities"}.get(self.kind)
+        what = {ItemKind.ROWS: "rows", ItemKind.LINKS: "links", ItemKind.PRIORITIES: "priorities"}.get(self.kind)
         where = f"{what} of slots {self.first}..{self.first + self.rows - 1} of part {self.part}" if what else "commit"
         return f"chunk {self.number} ({where}, at byte {self.offset - RECORD_BYTES})"
 
@@ -111,7 +111,7 @@ def head_of(layout: Layout) -> bytes:
     return _HEAD.pack(MAGIC, VERSION, len(text), native.crc32c(text)) + text
 
 
-def record_head(kind: Kind, payload: Any, *, part: int, codec: int, first: int, rows: int, raw_bytes: int) -> bytes:
+def record_head(kind: ItemKind, payload: Any, *, part: int, codec: int, first: int, rows: int, raw_bytes: int) -> bytes:
     stored = memoryview(payload).nbytes
     head = _RECORD.pack(_RECORD_MAGIC, kind, part, codec, first, rows, raw_bytes, stored, native.crc32c(payload))
     return head + _CHECK.pack(native.crc32c(head))
@@ -229,7 +229,7 @@ class Archive:
                 records.append(record)
                 self._last = record.name
                 at = record.offset + record.stored_bytes
-                if record.kind is Kind.COMMIT:
+                if record.kind is ItemKind.COMMIT:
                     payload = self.payload(record)
                     if payload is not None:
                         self.commit, committed = json.loads(bytes(payload)), len(records)
@@ -255,10 +255,12 @@ class Archive:
         head = self.data[at : at + _RECORD.size]
         magic, kind, part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum = _RECORD.unpack(head)
         (checksum,) = _CHECK.unpack_from(self.data, at + _RECORD.size)
-        if magic != _RECORD_MAGIC or native.crc32c(head) != checksum or kind not in tuple(Kind):
+        if magic != _RECORD_MAGIC or native.crc32c(head) != checksum or kind not in tuple(ItemKind):
             return None
         offset = at + RECORD_BYTES
-        record = Record(Kind(kind), part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum, number, offset)
+        record = Record(
+            ItemKind(kind), part, codec, first, rows, raw_bytes, stored_bytes, payload_checksum, number, offset
+        )
         return record if record.offset + record.stored_bytes <= len(self.data) else None
 
     def _read_ahead(self, at: int) -> None:

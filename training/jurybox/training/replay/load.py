@@ -12,7 +12,7 @@ import numpy as np
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.segment import Segment
-from jurybox.training.replay.archive import Archive, Kind, Record
+from jurybox.training.replay.archive import Archive, ItemKind, Record
 from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.part import Part, Parts, check_name, format_parts, make_segment, path_of, standing_of
 
@@ -130,7 +130,7 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     size = 0
     for record in records:
-        closed = record.kind is Kind.COMMIT
+        closed = record.kind is ItemKind.COMMIT
         if batch and (closed or size + record.raw_bytes > _BATCH_BYTES or record.is_native != batch[0].is_native):
             yield batch
             batch, size = [], 0
@@ -161,9 +161,9 @@ def _target(replay: Parts, record: Record) -> int | None:
         return None
     place = replay.layout.parts[record.part]
     match record.kind:
-        case Kind.ROWS:
+        case ItemKind.ROWS:
             begin, size = place.slots, replay.layout.slot.size
-        case Kind.LINKS:
+        case ItemKind.LINKS:
             begin, size = place.links, 16
         case _:
             begin, size = place.tree, 8  # the leaves come first in it

@@ -52,7 +52,7 @@ class _Neighbours:
     terminated: torch.Tensor
 
 
-class Rows:
+class ResidentRows:
     """`capacity` slots on a device, and their links where the replay has episodes."""
 
     def __init__(self, layout: Layout, capacity: int, device: torch.device) -> None:
@@ -284,7 +284,7 @@ class Resident:
         self._part: Part = replay.parts[0]
         self._layout = layout
         self.device = torch.device(device)
-        self.rows = Rows(layout, capacity, self.device)
+        self.rows = ResidentRows(layout, capacity, self.device)
         self._turn = TimedLock("a call of this copy of a replay")
         self._generator = torch.Generator(self.device)
         if seed is None:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.locks import NESTED
-from jurybox.training.replay.archive import CODECS, RECORD_BYTES, Kind, Saved, head_of, record_head
+from jurybox.training.replay.archive import CODECS, RECORD_BYTES, ItemKind, Saved, head_of, record_head
 from jurybox.training.replay.options import ForkGuard
 from jurybox.training.replay.part import Part, Parts, standing_of
 
@@ -126,7 +126,7 @@ class _Compressor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _SaveJob:
     output: _Output
     codec: str
     compress: _Compressor
@@ -202,7 +202,7 @@ def _write(replay: Parts, fd: int, at: int, codec: str, *, before: Saved | None,
     try:
         counters = []
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="replay-save") as pool:
-            job = _Job(output, codec, _Compressor(codec), pool)
+            job = _SaveJob(output, codec, _Compressor(codec), pool)
             for number, part in enumerate(replay.parts):
                 standing = standing_of(part)
                 newest = standing["reserved"]
@@ -213,13 +213,13 @@ def _write(replay: Parts, fd: int, at: int, codec: str, *, before: Saved | None,
     # Write the commit when all else is on the disk, so that readers can trust the records before it.
     payload = json.dumps({"parts": counters, "rows": saved.rows, "time": time.time()}).encode()
     output_at = output.at
-    head = record_head(Kind.COMMIT, payload, part=0, codec=0, first=0, rows=0, raw_bytes=len(payload))
+    head = record_head(ItemKind.COMMIT, payload, part=0, codec=0, first=0, rows=0, raw_bytes=len(payload))
     os.pwrite(fd, head + payload, output_at)
     os.fsync(fd)
     return output_at + len(head) + len(payload)
 
 
-def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved | None, saved: Saved) -> int:
+def _write_part(to: _SaveJob, part: Part, number: int, newest: int, *, before: Saved | None, saved: Saved) -> int:
     size = part.layout.slot.size
     known = np.zeros(part.capacity, np.uint64)
     # Links are read before the rows: a link may then name a row that is not in the file, never the other way round.
@@ -243,7 +243,7 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
         to.output.write(room[:nbytes])
         return whole
 
-    def write(kind: Kind, raw: npt.NDArray[np.uint8], first: int, n: int) -> None:
+    def write(kind: ItemKind, raw: npt.NDArray[np.uint8], first: int, n: int) -> None:
         codec, payload = to.compress(raw.data)
         to.output.write(
             record_head(kind, payload, part=number, codec=codec, first=first, rows=n, raw_bytes=raw.nbytes), payload
@@ -253,10 +253,10 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
         raw = buffer(n * size)
         whole = native.replay_snapshot(part.ring, first, raw, newest)
         known[first : first + n] = raw.reshape(n, size)[:, :8].view(np.uint64)[:, 0]
-        write(Kind.ROWS, raw, first, n)
+        write(ItemKind.ROWS, raw, first, n)
         return whole
 
-    def beside(kind: Kind, array: npt.NDArray[Any], first: int, n: int) -> int:
+    def beside(kind: ItemKind, array: npt.NDArray[Any], first: int, n: int) -> int:
         write(kind, np.ascontiguousarray(array[first : first + n]).reshape(-1).view(np.uint8), first, n)
         return 0
 
@@ -271,13 +271,14 @@ def _write_part(to: _Job, part: Part, number: int, newest: int, *, before: Saved
     if links is not None:
         changed = np.ones(part.capacity, bool) if last_links is None else (links != last_links).any(axis=1)
         jobs.extend(
-            to.pool.submit(beside, Kind.LINKS, links, first, n) for first, n in _runs(changed, 0, CHUNK_BYTES // 16)
+            to.pool.submit(beside, ItemKind.LINKS, links, first, n) for first, n in _runs(changed, 0, CHUNK_BYTES // 16)
         )
     if part.leaves is not None:
         every = np.ones(part.capacity, bool)
         leaves = part.leaves
         jobs.extend(
-            to.pool.submit(beside, Kind.PRIORITIES, leaves, first, n) for first, n in _runs(every, 0, CHUNK_BYTES // 8)
+            to.pool.submit(beside, ItemKind.PRIORITIES, leaves, first, n)
+            for first, n in _runs(every, 0, CHUNK_BYTES // 8)
         )
     try:
         total = sum(job.result() for job in jobs)

@@ -139,7 +139,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Conclusion:
     """The result: `answer` ("yes", "no" or "undecided") sets its colour."""
 
     kind: ClassVar[str] = "answer"
@@ -149,7 +149,7 @@ class Answer:
     note: str = ""
 
 
-def render(title: str, heading: str, sections: Iterable[Section | Answer | None]) -> str:
+def render(title: str, heading: str, sections: Iterable[Section | Conclusion | None]) -> str:
     """Render a document; sections that are None are omitted."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

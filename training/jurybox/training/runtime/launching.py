@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from jurybox.processes import ControlPipe, spawn, thread_limits
 from jurybox.training.runtime.plan import Plan
-from jurybox.training.runtime.scoreboard import Control, Order, Scoreboard, State, Subject, Word
+from jurybox.training.runtime.scoreboard import ControlWord, Order, RunScoreboard, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
 MODULE = "jurybox.training.runtime.process"
@@ -181,7 +181,7 @@ class Local:
         """Does nothing."""
 
 
-class Child:
+class RoleChild:
     """A role's process, and its restarts on the scoreboard.
 
     Args:
@@ -195,7 +195,7 @@ class Child:
     """
 
     def __init__(
-        self, plan: Plan, number: int, scoreboard: Scoreboard, log: Path, launcher: Launcher, evaluated: Path
+        self, plan: Plan, number: int, scoreboard: RunScoreboard, log: Path, launcher: Launcher, evaluated: Path
     ) -> None:
         self.spec = plan.roles[number]
         self.name = self.spec.name
@@ -218,7 +218,7 @@ class Child:
     @property
     def failures(self) -> int:
         """The number of failures in a row."""
-        return self._orders[Control.FAILURES]
+        return self._orders[ControlWord.FAILURES]
 
     @property
     def lost(self) -> bool:
@@ -228,15 +228,17 @@ class Child:
     def start(self, now: float, state: Path | None) -> None:
         """Start the process; `state` is the file of the role's saved state."""
         self._condemned = False
-        self._orders[Control.LIFE] += 1
-        self._orders[Control.STARTED_AT] = int(now * 1e9)
-        self._orders[Control.ORDER] = Order.RUN
+        self._orders[ControlWord.LIFE] += 1
+        self._orders[ControlWord.STARTED_AT] = int(now * 1e9)
+        self._orders[ControlWord.ORDER] = Order.RUN
         self._words[Word.STATE] = State.STARTING
-        self.process = self._launcher.start(self.number, self._orders[Control.LIFE], state, self.log, self._evaluated)
+        self.process = self._launcher.start(
+            self.number, self._orders[ControlWord.LIFE], state, self.log, self._evaluated
+        )
 
     def order(self, order: Order) -> None:
         """Give the role an order, which it reads between two steps."""
-        self._orders[Control.ORDER] = order
+        self._orders[ControlWord.ORDER] = order
 
     def save_to(self, file: Path) -> None:
         """Make a paused role save to `file`; it answers with a message."""
@@ -260,13 +262,13 @@ class Child:
         timeouts = self._plan.timeouts
         lost, status = self.lost, self._end(timeout=2.0)
         ready = self._words[Word.READY_AT]
-        if ready >= self._orders[Control.STARTED_AT] and (self._went_well() - ready) / 1e9 > timeouts.settled:
-            self._orders[Control.FAILURES] = 0
+        if ready >= self._orders[ControlWord.STARTED_AT] and (self._went_well() - ready) / 1e9 > timeouts.settled:
+            self._orders[ControlWord.FAILURES] = 0
         back_off = timeouts.back_off or (0.0,)
         self.restart_at = now + back_off[min(self.failures, len(back_off) - 1)]
         if not lost:
-            self._orders[Control.FAILURES] += 1
-        self._orders[Control.RESTARTS] += 1
+            self._orders[ControlWord.FAILURES] += 1
+        self._orders[ControlWord.RESTARTS] += 1
         self._words[Word.STATE] = State.ABSENT
         self._words[Word.WAITS_FOR] = Subject.NOTHING
         if lost:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jurybox.training.checkpoints import Checkpoint, Checkpoints
-from jurybox.training.runtime.launching import Child, Launcher
+from jurybox.training.runtime.launching import Launcher, RoleChild
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
-from jurybox.training.runtime.scoreboard import Control, Order, State, Subject, Word
+from jurybox.training.runtime.scoreboard import ControlWord, Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources, progress_of
 from jurybox.training.runtime.turns import Rules
 from jurybox.training.runtime.watchdog import examine
@@ -62,7 +62,7 @@ class Orchestrator:
         self._checkpoints = checkpoints
         self._rules = Rules(plan, self._scoreboard, plan.pace.slack)
         self._children = [
-            Child(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, checkpoints.folder)
+            RoleChild(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, checkpoints.folder)
             for number, role in enumerate(plan.roles)
         ]
         # An evaluation takes long and has no state: evaluators are not waited for.
@@ -143,7 +143,7 @@ class Orchestrator:
             except EOFError:
                 self._handle_death(child)
 
-    def _handle_message(self, child: Child, message: dict[str, object]) -> None:
+    def _handle_message(self, child: RoleChild, message: dict[str, object]) -> None:
         match message["kind"]:
             case "said":
                 self._notify(f"{child.name}: {message['text']}")
@@ -159,9 +159,9 @@ class Orchestrator:
             case _:
                 self._metrics.take(message)
 
-    def _handle_death(self, child: Child) -> None:
+    def _handle_death(self, child: RoleChild) -> None:
         pid, lost = child.pid, child.lost
-        if self._scoreboard.orders[child.number][Control.ORDER] == Order.STOP:
+        if self._scoreboard.orders[child.number][ControlWord.ORDER] == Order.STOP:
             child.finish(1.0)
             return
         how = child.reap(time.monotonic())
@@ -203,10 +203,10 @@ class Orchestrator:
         if finding is not None and self._children[finding.role].condemn():
             self._notify(f"watchdog: {finding.text}")
 
-    def _state_of(self, child: Child) -> Path | None:
+    def _state_of(self, child: RoleChild) -> Path | None:
         # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.
         if self.latest is None or (
-            child.spec.kind is not Kind.LEARNER and self._scoreboard.orders[child.number][Control.LIFE] > 0
+            child.spec.kind is not Kind.LEARNER and self._scoreboard.orders[child.number][ControlWord.LIFE] > 0
         ):
             return None
         return self.latest.state_path(child.name)
@@ -287,7 +287,7 @@ class Orchestrator:
                 return False
             if not self._launcher.settle(max(0.1, until - time.monotonic())):
                 return False
-            restarts = sum(orders[Control.RESTARTS] for orders in self._scoreboard.orders)
+            restarts = sum(orders[ControlWord.RESTARTS] for orders in self._scoreboard.orders)
             if restarts > self._repaired:
                 self._shared.repair_replays(self._plan)
                 self._repaired = restarts
@@ -306,7 +306,7 @@ class Orchestrator:
                     child.order(Order.RUN)
             self._looked = time.monotonic()  # it was writing, and not stopped
 
-    def _wait_all(self, until: float, answered: Callable[[Child], bool]) -> bool:
+    def _wait_all(self, until: float, answered: Callable[[RoleChild], bool]) -> bool:
         """Listen until all have answered; False after a death or a time-out."""
         while not all(answered(child) for child in self._savers):
             over = self._at_once() or time.monotonic() > until or bool(self._unsaved)
@@ -315,7 +315,7 @@ class Orchestrator:
             self._listen(0.005)
         return True
 
-    def _is_running(self, child: Child) -> bool:
+    def _is_running(self, child: RoleChild) -> bool:
         return child.alive and self._scoreboard.words[child.number][Word.STATE] == State.RUNNING
 
     def _stop(self, reason: End) -> None:

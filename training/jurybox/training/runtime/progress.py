@@ -23,7 +23,7 @@ from jurybox.protocol.forks import Closing
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.runtime.plan import Kind, Plan
 from jurybox.training.runtime.role_context import Message
-from jurybox.training.runtime.scoreboard import AT_REST, Control, Scoreboard, State, Subject, Word
+from jurybox.training.runtime.scoreboard import AT_REST, ControlWord, RunScoreboard, State, Subject, Word
 
 _LAST = 100  # episodes that return_mean and return_std are over
 
@@ -64,7 +64,7 @@ class RunMetrics:
     """
 
     def __init__(
-        self, plan: Plan, scoreboard: Scoreboard, sink: Sink, clock: Callable[[], float] = time.monotonic
+        self, plan: Plan, scoreboard: RunScoreboard, sink: Sink, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.returns: deque[float] = deque(maxlen=_LAST)
         self.lengths: deque[float] = deque(maxlen=_LAST)
@@ -143,7 +143,7 @@ class RunMetrics:
             "episodes": self._scoreboard.episodes,
             "lag": float(self._scoreboard.records[self._plan.of_kind(Kind.ACTOR), Word.LAG].max()),
             "forced_syncs": float(self._scoreboard.records[:, Word.FORCED].sum()),
-            "restarts": float(self._scoreboard.control[:, Control.RESTARTS].sum()),
+            "restarts": float(self._scoreboard.control[:, ControlWord.RESTARTS].sum()),
         }
         if self.returns:
             row |= {
@@ -177,7 +177,7 @@ class RunMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class RoleTimeline:
     """The timeline of one role.
 
     Attributes:
@@ -196,10 +196,10 @@ class Lane:
 class Timeline:
     """The timelines of all roles, on one clock."""
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[RoleTimeline, ...]
 
     @classmethod
-    def of(cls, scoreboard: Scoreboard) -> Timeline:
+    def of(cls, scoreboard: RunScoreboard) -> Timeline:
         """The timeline on the scoreboard."""
         everything = [scoreboard.intervals(number) for number in range(len(scoreboard.named.roles))]
         first = min((int(rows["start"][0]) for rows in everything if len(rows)), default=0)
@@ -213,7 +213,7 @@ class Timeline:
                 )
                 for row in rows
             ]
-            lanes.append(Lane(scoreboard.named.roles[number][0], busy(scoreboard, number), intervals))
+            lanes.append(RoleTimeline(scoreboard.named.roles[number][0], busy(scoreboard, number), intervals))
         return cls(tuple(lanes))
 
     def save(self, path: Path) -> None:
@@ -223,7 +223,7 @@ class Timeline:
     @classmethod
     def read(cls, path: Path) -> Timeline:
         """Read what `save` wrote."""
-        return cls(tuple(Lane(**lane) for lane in json.loads(path.read_text(encoding="utf-8"))))
+        return cls(tuple(RoleTimeline(**lane) for lane in json.loads(path.read_text(encoding="utf-8"))))
 
 
 _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
@@ -242,7 +242,7 @@ class View(Closing):
     def __init__(
         self,
         plan: Plan,
-        scoreboard: Scoreboard,
+        scoreboard: RunScoreboard,
         metrics: RunMetrics,
         console: Console | None,
         log: Path | None = None,
@@ -315,7 +315,7 @@ class View(Closing):
                 f"{busy(self._scoreboard, number):.0%}",
                 str(words[Word.VERSION]),
                 str(words[Word.LAG]) if role.reads else "",
-                str(orders[Control.RESTARTS] or ""),
+                str(orders[ControlWord.RESTARTS] or ""),
                 "" if subject in AT_REST or seconds < 0.1 else f"{subject.name.lower()} {seconds:.1f} s",
             )
         return table
@@ -330,7 +330,7 @@ class View(Closing):
             self._log = None
 
 
-def busy(scoreboard: Scoreboard, number: int) -> float:
+def busy(scoreboard: RunScoreboard, number: int) -> float:
     """The share of a role's running time without waits, 0 to 1."""
     words = scoreboard.words[number]
     return words[Word.BUSY] / max(1, words[Word.BUSY] + words[Word.WAITED])

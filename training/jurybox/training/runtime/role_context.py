@@ -26,7 +26,7 @@ from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomical
 from jurybox.training.contract import check_losses
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, RoleSpec
-from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, Control, Order, State, Subject, Word
+from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, ControlWord, Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
 Message = dict[str, Any]
@@ -228,7 +228,7 @@ class RoleContext:
     @property
     def order(self) -> Order:
         """The current order; one load from shared memory."""
-        return Order(self._orders[Control.ORDER])
+        return Order(self._orders[ControlWord.ORDER])
 
     def begin(self) -> None:
         """Mark the role as running; the start is not counted as work."""

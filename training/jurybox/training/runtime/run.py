@@ -20,7 +20,7 @@ from jurybox.training.runtime.orchestrator import Orchestrator
 from jurybox.training.runtime.plan import End, Outcome, Plan
 from jurybox.training.runtime.progress import RunMetrics, Sink, Timeline, View, busy
 from jurybox.training.runtime.role_context import Message
-from jurybox.training.runtime.scoreboard import RUNNING, Control, Word
+from jurybox.training.runtime.scoreboard import RUNNING, ControlWord, Word
 from jurybox.training.runtime.serial import Serial
 from jurybox.training.runtime.shared_resources import SharedResources
 
@@ -154,7 +154,7 @@ def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: 
         seconds=metrics.seconds,
         return_mean=float(np.mean(returns)) if returns else None,
         return_std=float(np.std(returns)) if returns else None,
-        restarts=int(scoreboard.control[:, Control.RESTARTS].sum()),
+        restarts=int(scoreboard.control[:, ControlWord.RESTARTS].sum()),
         forced_syncs=int(scoreboard.records[:, Word.FORCED].sum()),
         busy={role.name: busy(scoreboard, number) for number, role in enumerate(plan.roles)},
         evaluation=metrics.evaluation,

@@ -61,7 +61,7 @@ class Word(IntEnum):
 PROGRESS = (Word.ENV_STEPS, Word.LEARNER_STEPS, Word.EVALUATED_AT)
 
 
-class Control(IntEnum):
+class ControlWord(IntEnum):
     """The orchestrator's record of a role."""
 
     ORDER = 0
@@ -127,7 +127,7 @@ class Named:
         return cls(roles, *(tuple(map(tuple, document[what])) for what in ("replays", "channels")))
 
 
-class Scoreboard:
+class RunScoreboard:
     """The scoreboard of a run. Make it with `create` (the orchestrator) or `attach`.
 
     Attributes:
@@ -152,7 +152,7 @@ class Scoreboard:
         self.orders = [self._words(control + 8 * _CONTROL_WORDS * number, _CONTROL_WORDS) for number in range(roles)]
 
     @classmethod
-    def create(cls, name: str, plan: Plan, replays: dict[str, str], channels: dict[str, str]) -> Scoreboard:
+    def create(cls, name: str, plan: Plan, replays: dict[str, str], channels: dict[str, str]) -> RunScoreboard:
         """Create the scoreboard of a run; `replays` and `channels` map the plan's names to those of shared memory."""
         named = Named(
             tuple((role.name, role.kind) for role in plan.roles), tuple(replays.items()), tuple(channels.items())
@@ -166,7 +166,7 @@ class Scoreboard:
         return cls(segment, named, first)
 
     @classmethod
-    def attach(cls, name: str, *, keep_alive: bool = True) -> Scoreboard:
+    def attach(cls, name: str, *, keep_alive: bool = True) -> RunScoreboard:
         """Map the scoreboard of a run.
 
         Raises:
@@ -188,13 +188,13 @@ class Scoreboard:
     @property
     def best(self) -> float:
         """The highest value of the plan's `best` so far; -inf before the first."""
-        value: float = struct.unpack("<d", struct.pack("<q", self.orders[0][Control.BEST]))[0]
+        value: float = struct.unpack("<d", struct.pack("<q", self.orders[0][ControlWord.BEST]))[0]
         return value
 
     def set_best(self, value: float) -> None:
         """Set `best`; only the orchestrator calls it."""
         for orders in self.orders:
-            orders[Control.BEST] = struct.unpack("<q", struct.pack("<d", value))[0]
+            orders[ControlWord.BEST] = struct.unpack("<q", struct.pack("<d", value))[0]
 
     @property
     def env_steps(self) -> int:
@@ -252,7 +252,7 @@ def debug_state(folder: Path) -> str:
     """
     mark = folder / RUNNING
     try:
-        scoreboard = Scoreboard.attach(json.loads(mark.read_text(encoding="utf-8"))["scoreboard"], keep_alive=False)
+        scoreboard = RunScoreboard.attach(json.loads(mark.read_text(encoding="utf-8"))["scoreboard"], keep_alive=False)
     except (OSError, ValueError, SharedMemoryError) as error:
         raise NotRunning(
             f"no run is going on in {folder} ({type(error).__name__}): expected {mark} and its shared memory; give the "
@@ -276,7 +276,7 @@ def debug_state(folder: Path) -> str:
         scoreboard.close()
 
 
-def _roles(scoreboard: Scoreboard) -> list[str]:
+def _roles(scoreboard: RunScoreboard) -> list[str]:
     now, lines = time.monotonic_ns(), []
     for number, (name, kind) in enumerate(scoreboard.named.roles):
         words, orders = scoreboard.words[number], scoreboard.orders[number]
@@ -288,10 +288,11 @@ def _roles(scoreboard: Scoreboard) -> list[str]:
             waits = f"waits for {subject.name.lower()}{of} since {(now - words[Word.WAITS_SINCE]) / 1e9:.1f} s"
         lines.append(
             f"{name:<14} {kind.name.lower():<9} {State(words[Word.STATE]).name.lower():<8} "
-            f"told to {Order(orders[Control.ORDER]).name.lower():<5} pid {words[Word.PID]:<7} life {words[Word.LIFE]} "
+            f"told to {Order(orders[ControlWord.ORDER]).name.lower():<5} pid {words[Word.PID]:<7} "
+            f"life {words[Word.LIFE]} "
             f"steps {words[Word.ENV_STEPS] + words[Word.LEARNER_STEPS]:,}  version {words[Word.VERSION]}  "
             f"lag {words[Word.LAG]}  busy {words[Word.BUSY] / total:.0%}  "
-            f"{_heartbeat(words[Word.HEARTBEAT], now)}  restarts {orders[Control.RESTARTS]}  {waits}"
+            f"{_heartbeat(words[Word.HEARTBEAT], now)}  restarts {orders[ControlWord.RESTARTS]}  {waits}"
         )
     return lines
 
@@ -300,7 +301,7 @@ def _heartbeat(at: int, now: int) -> str:
     return f"heartbeat {(now - at) / 1e9:.1f} s ago" if at else "no heartbeat yet"
 
 
-def _channels(scoreboard: Scoreboard) -> list[str]:
+def _channels(scoreboard: RunScoreboard) -> list[str]:
     lines = []
     for name, segment in scoreboard.named.channels:
         with WeightsChannel.attach(segment) as channel:
@@ -312,7 +313,7 @@ def _channels(scoreboard: Scoreboard) -> list[str]:
     return lines
 
 
-def _replays(scoreboard: Scoreboard) -> list[str]:
+def _replays(scoreboard: RunScoreboard) -> list[str]:
     lines = []
     for name, attached in scoreboard.named.replays:
         replay = Replay.attach(attached)

@@ -13,7 +13,7 @@ from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_state
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
 from jurybox.training.runtime.role_context import Message, RoleContext
-from jurybox.training.runtime.scoreboard import Control, State, Subject, Word
+from jurybox.training.runtime.scoreboard import ControlWord, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources, progress_of
 from jurybox.training.runtime.turns import Rules, Turn, make_turn, no_exit
 
@@ -49,14 +49,14 @@ class Serial:
         self._saved = progress_of(resumed)  # of the newest checkpoint
         self._tried_at = shared.scoreboard.env_steps  # to make one
         self._turns: list[Turn] = []
-        if shared.scoreboard.control[:, Control.RESTARTS].any():  # of the processes whose run goes on here
+        if shared.scoreboard.control[:, ControlWord.RESTARTS].any():  # of the processes whose run goes on here
             shared.repair_replays(plan)
         try:
             # Learners first: they publish what actors begin with.
             for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
                 orders = shared.scoreboard.orders[number]
-                orders[Control.LIFE] += 1
-                kept, life = checkpoints.folder, orders[Control.LIFE]
+                orders[ControlWord.LIFE] += 1
+                kept, life = checkpoints.folder, orders[ControlWord.LIFE]
                 context = RoleContext(plan, number, shared, self._handle_message, life=life, evaluated=kept)
                 context.words[Word.LIFE] = context.life
                 # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.

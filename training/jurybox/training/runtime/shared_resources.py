@@ -20,7 +20,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_atomically, write_state
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, ReplaySpec
-from jurybox.training.runtime.scoreboard import PROGRESS, Scoreboard, Word
+from jurybox.training.runtime.scoreboard import PROGRESS, RunScoreboard, Word
 
 # What a checkpoint keeps of every role's counters.
 _COUNTS = (
@@ -40,7 +40,7 @@ def counted(checkpoint: Checkpoint | None, word: Word) -> int:
 
 
 def progress_of(checkpoint: Checkpoint | None) -> tuple[int, ...]:
-    """`Scoreboard.progress` when a checkpoint was made; zeros without one."""
+    """`RunScoreboard.progress` when a checkpoint was made; zeros without one."""
     return tuple(counted(checkpoint, word) for word in PROGRESS)
 
 
@@ -75,7 +75,7 @@ class SharedResources(Closing):
         scoreboard: counters and orders.
     """
 
-    def __init__(self, scoreboard: Scoreboard, *, owned: bool) -> None:
+    def __init__(self, scoreboard: RunScoreboard, *, owned: bool) -> None:
         self.scoreboard = scoreboard
         self.owned = owned
         self._replays: dict[str, Replay] = {}
@@ -95,7 +95,7 @@ class SharedResources(Closing):
         run = secrets.token_hex(5)
         replays = {spec.name: f"{run}-{spec.name}" for spec in plan.replays}
         channels = {spec.name: segment_name(run, "weights", number) for number, spec in enumerate(plan.channels)}
-        shared = cls(Scoreboard.create(segment_name(run, "run"), plan, replays, channels), owned=True)
+        shared = cls(RunScoreboard.create(segment_name(run, "run"), plan, replays, channels), owned=True)
         try:
             for replay in plan.replays:
                 # What is on its way goes through the ring: rows of an anchor would stay behind.
@@ -117,7 +117,7 @@ class SharedResources(Closing):
         Args:
             overrides: by the plan's name, the names of replays that are taken instead of those the scoreboard names.
         """
-        shared = cls(Scoreboard.attach(scoreboard), owned=False)
+        shared = cls(RunScoreboard.attach(scoreboard), owned=False)
         shared._overrides = dict(overrides or {})
         return shared
 

@@ -14,7 +14,7 @@ from jurybox.protocol.errors import Timeout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.training.runtime.plan import Kind, Plan, load
 from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Role, RoleContext
-from jurybox.training.runtime.scoreboard import Control, Scoreboard, Subject, Word
+from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, Subject, Word
 from jurybox.training.runtime.serving import ServedChannel
 
 _READ_SECONDS = 1.0
@@ -27,7 +27,7 @@ class Rules:
         slack: environment steps that actors may be ahead; None: any number. Serial runs have 0.
     """
 
-    def __init__(self, plan: Plan, scoreboard: Scoreboard, slack: int | None) -> None:
+    def __init__(self, plan: Plan, scoreboard: RunScoreboard, slack: int | None) -> None:
         self._pace, self._budget, self._scoreboard, self._slack = plan.pace, plan.budget, scoreboard, slack
         self._free = plan.pace.free and slack is None
         self._learners = plan.of_kind(Kind.LEARNER)
@@ -35,12 +35,12 @@ class Rules:
 
     def collected(self) -> bool:
         """Whether all environment steps of the budget have been made, or the time is up."""
-        return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[Control.CLOSING])
+        return self._scoreboard.env_steps >= self._budget.steps or bool(self._orders[ControlWord.CLOSING])
 
     def close(self, *, learners: bool = False) -> None:
         """Stop actors after the steps that they are in, since the time is up; learners, too, or they may catch up."""
         for orders in self._scoreboard.orders:
-            orders[Control.CLOSING] = 2 if learners else 1
+            orders[ControlWord.CLOSING] = 2 if learners else 1
 
     def over(self) -> bool:
         """Whether all steps have been collected, and all learners have used them (or ended theirs: the time is up)."""
@@ -62,7 +62,7 @@ class Rules:
 
     def may_learn(self, number: int) -> bool:
         """Whether there are unused environment steps for learner `number`, and time to use them."""
-        if self._orders[Control.CLOSING] > 1:
+        if self._orders[ControlWord.CLOSING] > 1:
             return False
         if self._free:
             return self._pace.warmup <= self._scoreboard.env_steps < self._budget.steps

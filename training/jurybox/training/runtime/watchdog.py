@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jurybox.training.runtime.plan import Kind, Plan
-from jurybox.training.runtime.scoreboard import AT_REST, Control, Scoreboard, State, Subject, Word
+from jurybox.training.runtime.scoreboard import AT_REST, ControlWord, RunScoreboard, State, Subject, Word
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Alarm:
     """Something that the watchdog found.
 
     Attributes:
@@ -27,7 +27,7 @@ class Finding:
     text: str
 
 
-def examine(plan: Plan, scoreboard: Scoreboard, now: int, since: int = 0) -> Finding | None:
+def examine(plan: Plan, scoreboard: RunScoreboard, now: int, since: int = 0) -> Alarm | None:
     """The first role that should be restarted; None while all is well.
 
     Args:
@@ -40,15 +40,15 @@ def examine(plan: Plan, scoreboard: Scoreboard, now: int, since: int = 0) -> Fin
         words = scoreboard.words[number]
         state = State(words[Word.STATE])
         if state is State.STARTING:
-            took = (now - max(scoreboard.orders[number][Control.STARTED_AT], since)) / 1e9
+            took = (now - max(scoreboard.orders[number][ControlWord.STARTED_AT], since)) / 1e9
             if took > timeouts.start:
-                return Finding(
+                return Alarm(
                     number, f"{role.name} has been starting for {took:.0f} s; at most {timeouts.start:g} s are given"
                 )
         elif state is State.RUNNING:
             silent = (now - max(words[Word.HEARTBEAT], since)) / 1e9
             if silent > timeouts.of(role.kind):
-                return Finding(
+                return Alarm(
                     number,
                     f"{role.name} has given no sign of life for {silent:.0f} s; at most {timeouts.of(role.kind):g} s "
                     "are given",
@@ -60,7 +60,7 @@ def examine(plan: Plan, scoreboard: Scoreboard, now: int, since: int = 0) -> Fin
     return _blame(plan, scoreboard, first, now, since)
 
 
-def providers(plan: Plan, scoreboard: Scoreboard, number: int) -> list[int]:
+def providers(plan: Plan, scoreboard: RunScoreboard, number: int) -> list[int]:
     """Which roles can end the wait of role `number`."""
     subject, which = scoreboard.waits_for(number)
     match subject:
@@ -79,19 +79,19 @@ def providers(plan: Plan, scoreboard: Scoreboard, number: int) -> list[int]:
     return []
 
 
-def _stalls(plan: Plan, scoreboard: Scoreboard, number: int, now: int, since: int) -> bool:
+def _stalls(plan: Plan, scoreboard: RunScoreboard, number: int, now: int, since: int) -> bool:
     subject, _ = scoreboard.waits_for(number)
     words = scoreboard.words[number]
     if subject in AT_REST or words[Word.STATE] != State.RUNNING:
         return False
     # A role that was just started gets its time as well, before another counts as the reason; a start may take longer
     # than a stall, so that time counts from its end.
-    starts = (orders[Control.STARTED_AT] for orders in scoreboard.orders)
+    starts = (orders[ControlWord.STARTED_AT] for orders in scoreboard.orders)
     began = max([since, words[Word.WAITS_SINCE], *starts, *(each[Word.READY_AT] for each in scoreboard.words)])
     return (now - began) / 1e9 > plan.timeouts.stall
 
 
-def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int, since: int) -> Finding | None:
+def _blame(plan: Plan, scoreboard: RunScoreboard, number: int, now: int, since: int) -> Alarm | None:
     chain = [number]
     while True:
         candidates = providers(plan, scoreboard, chain[-1])
@@ -114,10 +114,10 @@ def _blame(plan: Plan, scoreboard: Scoreboard, number: int, now: int, since: int
             break
         chain.append(provider)
     waits = "; ".join(_describe_wait(plan, scoreboard, each, now) for each in chain)
-    return Finding(culprit, f"nothing moves: {waits}; {plan.roles[culprit].name} is restarted")
+    return Alarm(culprit, f"nothing moves: {waits}; {plan.roles[culprit].name} is restarted")
 
 
-def _describe_wait(plan: Plan, scoreboard: Scoreboard, number: int, now: int) -> str:
+def _describe_wait(plan: Plan, scoreboard: RunScoreboard, number: int, now: int) -> str:
     subject, which = scoreboard.waits_for(number)
     name = plan.roles[number].name
     if subject in AT_REST:
@@ -133,5 +133,5 @@ def _describe_wait(plan: Plan, scoreboard: Scoreboard, number: int, now: int) ->
     return f"{name} has waited {seconds:.1f} s for {what}, on {whom}"
 
 
-def _steps(scoreboard: Scoreboard, number: int) -> int:
+def _steps(scoreboard: RunScoreboard, number: int) -> int:
     return scoreboard.words[number][Word.ENV_STEPS] + scoreboard.words[number][Word.LEARNER_STEPS]

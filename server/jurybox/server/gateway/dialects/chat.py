@@ -22,7 +22,7 @@ import uuid
 from typing import Any
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, Unscored
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, Unscored
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
 PATH = "/v1/chat/completions"
@@ -33,7 +33,7 @@ _CHAT = "expected messages with a content that is a text, or a list of texts and
 _SPOKEN = "expected a chat of one message with a picture (image_url) and a text"
 
 
-async def unifiedreward(intake: Intake, body: bytes) -> Reply:
+async def unifiedreward(intake: Intake, body: bytes) -> HttpReply:
     """Answer one question.
 
     Raises:
@@ -44,14 +44,14 @@ async def unifiedreward(intake: Intake, body: bytes) -> Reply:
     return await intake.answered(_asked, _answer, body)
 
 
-def _answer(request: Request, scores: Scores) -> Reply:
+def _answer(request: Request, scores: RequestScores) -> HttpReply:
     (score,) = scores.values
     if not _LEAST <= score <= _MOST:
         raise Unscored(
             f"the score is {score:g}, expected {_LEAST:g} to {_MOST:g}: the client would read anything else as 0"
         )
     answer = _completion(request.context, f"Final Score: {score:.6f}")
-    return Reply(json.dumps(answer).encode(), MEDIA, version=scores.version, headers=(("connection", "close"),))
+    return HttpReply(json.dumps(answer).encode(), MEDIA, version=scores.version, headers=(("connection", "close"),))
 
 
 def created() -> int:

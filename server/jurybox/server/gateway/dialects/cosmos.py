@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects import json_dialects
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, check_rows, listed
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, check_rows, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 from jurybox.server.gateway.npy import npy_head
 
@@ -46,7 +46,7 @@ refusal = partial(json_dialects.refusal, key="message")
 
 
 @dataclass(slots=True)
-class _Job:
+class _CosmosJob:
     """A request that was accepted."""
 
     scoring: asyncio.Task[dict[str, Any]]
@@ -68,13 +68,13 @@ class Cosmos:
         self._intake = intake
         self._log = log
         self._clock = clock
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _CosmosJob] = {}
 
-    def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[Reply]]]:
+    def answers(self) -> Mapping[str, Callable[[bytes], Awaitable[HttpReply]]]:
         """Return the functions that answer a request body, by path."""
         return {"/enqueue": self.enqueue, "/pull": self.pull, "/ping": self.ping}
 
-    async def enqueue(self, body: bytes) -> Reply:
+    async def enqueue(self, body: bytes) -> HttpReply:
         """Accept pictures for scoring. Raises ProtocolMismatch, SpecMismatch, Refused, Busy."""
         given, pictures = await self._intake.off_loop(_split, body)
         prompts = listed(given, "prompts", len(pictures))
@@ -93,11 +93,11 @@ class Cosmos:
             raise Busy(f"{len(self._jobs)} requests with {waiting} bytes of pictures are held: ask again later")
         key = str(uuid.uuid4())
         scoring = asyncio.create_task(self._scored(request))
-        self._jobs[key] = _Job(scoring, pictures.nbytes, self._clock())
+        self._jobs[key] = _CosmosJob(scoring, pictures.nbytes, self._clock())
         await asyncio.sleep(0)  # let scoring start now, not after the answer was sent
-        return Reply(json.dumps({"uuid": key}).encode(), MEDIA)
+        return HttpReply(json.dumps({"uuid": key}).encode(), MEDIA)
 
-    async def pull(self, body: bytes) -> Reply:
+    async def pull(self, body: bytes) -> HttpReply:
         """Return the scores of a request, or 400 if they are not available yet."""
         form = parse_qs(body[:10_000].decode("latin-1"))
         (key,), (reward,) = (form.get(name, [""])[-1:] for name in ("uuid", "type"))
@@ -112,11 +112,11 @@ class Cosmos:
         sent.read = True
         answer = {**sent.scoring.result(), "type": reward or self._intake.reward}
         # json.dumps writes a missing score as a bare NaN, which the client can parse.
-        return Reply(json.dumps(answer).encode(), MEDIA, version=answer["weights_version"])
+        return HttpReply(json.dumps(answer).encode(), MEDIA, version=answer["weights_version"])
 
-    async def ping(self, _body: bytes) -> Reply:
+    async def ping(self, _body: bytes) -> HttpReply:
         """Return that the service is available."""
-        return Reply(json.dumps({"status": "ok"}).encode(), MEDIA)
+        return HttpReply(json.dumps({"status": "ok"}).encode(), MEDIA)
 
     async def _scored(self, request: Request) -> dict[str, Any]:
         """Return the answer. Never raises: the client would poll for an hour."""
@@ -156,8 +156,8 @@ class Cosmos:
                 del self._jobs[key]
 
 
-def _not_yet(why: str) -> Reply:
-    return Reply(*refusal(why), 400)
+def _not_yet(why: str) -> HttpReply:
+    return HttpReply(*refusal(why), 400)
 
 
 def _is_number(value: Any) -> bool:

@@ -32,7 +32,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from jurybox import native
 from jurybox.client.juror import Juror, Passing
 from jurybox.client.juror import Scores as Found
-from jurybox.client.juror_rows import PICTURE_MODES, Columns
+from jurybox.client.juror_rows import PICTURE_MODES, CallColumns
 from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, said
 from jurybox.protocol.spec import VARIABLE, TensorSpec
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge
@@ -118,7 +118,7 @@ def _end(done: asyncio.Future[Any], found: Any, failure: BaseException | None) -
         done.set_exception(failure)
 
 
-class Form(NamedTuple):
+class AnswerForm(NamedTuple):
     """How a dialect writes its answers, where its client leaves that open.
 
     Attributes:
@@ -134,7 +134,7 @@ class Form(NamedTuple):
     weights: Mapping[str, float] = MappingProxyType({})
 
 
-class Scores(NamedTuple):
+class RequestScores(NamedTuple):
     """The scores of a request.
 
     Attributes:
@@ -167,7 +167,7 @@ class Request(NamedTuple):
     parameters: Mapping[str, Any] = MappingProxyType({})
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """An HTTP response. Starlette's Response would take 0.03 ms to create.
 
     Attributes:
@@ -190,8 +190,8 @@ class Reply(NamedTuple):
         return [*headers, *self.headers]
 
 
-Write = Callable[[Request, Scores], Reply]  # writes an answer when all rows have scores
-WriteRows = Callable[[Request, Found], Reply]  # writes an answer even when scores are missing
+Write = Callable[[Request, RequestScores], HttpReply]  # writes an answer when all rows have scores
+WriteRows = Callable[[Request, Found], HttpReply]  # writes an answer even when scores are missing
 
 
 class NoPicture(str):
@@ -265,11 +265,11 @@ class Intake:
         size: tuple[int, int] | None = None,
         reward: str = "",
         members: Sequence[str] = (),
-        form: Form | None = None,
+        form: AnswerForm | None = None,
         **juror: Any,
     ) -> None:
         self.reward = reward
-        self.form = form or Form()
+        self.form = form or AnswerForm()
         self.rewards = list(dict.fromkeys((reward, *members)))
         self._pool = pool
         self._juror = Juror(address=address, **juror)
@@ -306,7 +306,7 @@ class Intake:
         finally:
             self._in_hand -= 1
 
-    async def answered(self, read: Callable[[bytes], Request], write: Write, body: bytes) -> Reply:
+    async def answered(self, read: Callable[[bytes], Request], write: Write, body: bytes) -> HttpReply:
         """Answer a request like `answered_rows`, but only if every row has a score.
 
         Raises:
@@ -316,7 +316,7 @@ class Intake:
         """
         return await self.answered_rows(read, lambda request, found: write(request, _all_scored(found)), body)
 
-    async def answered_rows(self, read: Callable[[bytes], Request], write: WriteRows, body: bytes) -> Reply:
+    async def answered_rows(self, read: Callable[[bytes], Request], write: WriteRows, body: bytes) -> HttpReply:
         """Read a body in the thread pool, request the scores of its rows, and write the answer.
 
         The thread that reads a request also sends it to the model, unless it has several rows with pictures. If no
@@ -343,7 +343,7 @@ class Intake:
 
     def _begun(
         self, read: Callable[[bytes], Request], write: WriteRows, body: bytes, held: DecodedCharge
-    ) -> tuple[Reply | None, Request, _Begun | None]:
+    ) -> tuple[HttpReply | None, Request, _Begun | None]:
         request = read(body)
         check_rows(request)
         if request.n > 1 and request.pictures:
@@ -370,7 +370,7 @@ class Intake:
         if not good:
             return _Begun(found, good)
         if request.parameters:
-            given = Columns(given, request.parameters)
+            given = CallColumns(given, request.parameters)
         scores = self._juror.scores_here(given, len(good)) if here else None
         return _Begun(found, good, scores, None if scores is not None else self._juror.ask(given, len(good)))
 
@@ -476,9 +476,9 @@ def check_rows(request: Request) -> None:
         raise Refused(f"a request of {request.n} samples, expected at most {_MOST_ROWS}", Code.TOO_LARGE)
 
 
-def _all_scored(found: Found) -> Scores:
+def _all_scored(found: Found) -> RequestScores:
     if len(found) == 1 and type(score := found[0]) is float and not found.parts:
-        return Scores([score], found.version)
+        return RequestScores([score], found.version)
     wrong = {i: why for i, why in enumerate(found) if isinstance(why, str)}
     if wrong:
         first = min(wrong)
@@ -488,7 +488,7 @@ def _all_scored(found: Found) -> Scores:
     values = [score for score in found if not isinstance(score, str)]
     # A row with a total has the score of every member.
     parts = {name: [score for score in part if not isinstance(score, str)] for name, part in found.parts.items()}
-    return Scores(values, found.version, parts)
+    return RequestScores(values, found.version, parts)
 
 
 def encoded_bytes(given: Any) -> bytes:

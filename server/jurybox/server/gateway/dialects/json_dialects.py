@@ -12,7 +12,7 @@ from jurybox import native
 from jurybox.client.juror import Passing
 from jurybox.client.juror import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed, scalars
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed, scalars
 
 MEDIA = "application/json"
 _METRIC = "score"
@@ -20,7 +20,7 @@ _LONG = 4096  # characters of the shortest string that is cut out before parsing
 _WRITTEN = json.JSONEncoder(allow_nan=False).encode  # json.dumps(..., allow_nan=False) creates an encoder in each call
 
 
-async def openrlhf(intake: Intake, body: bytes) -> Reply:
+async def openrlhf(intake: Intake, body: bytes) -> HttpReply:
     """Answer OpenRLHF's remote reward model: JSON for one sample or a whole rollout.
 
         {"query": [str, ...], "prompts": [str, ...], "labels": [str | null, ...]}
@@ -32,13 +32,13 @@ async def openrlhf(intake: Intake, body: bytes) -> Reply:
     return await intake.answered(_openrlhf, _openrlhf_answer, body)
 
 
-def _openrlhf_answer(request: Request, scores: Scores) -> Reply:
+def _openrlhf_answer(request: Request, scores: RequestScores) -> HttpReply:
     rewards = {
         "rewards": scores.values,
         "scores": scores.values,
         "extra_logs": {**scores.parts, "weights_version": [scores.version] * request.n} if request.n else {},
     }
-    return Reply(_WRITTEN(rewards).encode(), MEDIA)
+    return HttpReply(_WRITTEN(rewards).encode(), MEDIA)
 
 
 def _openrlhf(body: bytes) -> Request:
@@ -91,7 +91,7 @@ def refusal(why: str, _status: int = 0, key: str = "error") -> tuple[bytes, str]
 unirl_refusal = partial(refusal, key="detail")
 
 
-async def slime(intake: Intake, body: bytes) -> Reply:
+async def slime(intake: Intake, body: bytes) -> HttpReply:
     """Answer slime's remote reward model: one sample in JSON, answered by one number.
 
         {"prompt": str | [{"role": ..., "content": ...}, ...], "response": str, "label": str | null} -> float
@@ -101,9 +101,9 @@ async def slime(intake: Intake, body: bytes) -> Reply:
     return await intake.answered(_slime, lambda _, scores: versioned(scores.values[0], scores.version), body)
 
 
-def versioned(answer: Any, version: int) -> Reply:
+def versioned(answer: Any, version: int) -> HttpReply:
     """Return an answer in JSON, with the weights version in a header."""
-    return Reply(_WRITTEN(answer).encode(), MEDIA, version=version)
+    return HttpReply(_WRITTEN(answer).encode(), MEDIA, version=version)
 
 
 def _slime(body: bytes) -> Request:
@@ -112,7 +112,7 @@ def _slime(body: bytes) -> Request:
     return Request(columns, 1, parameters=scalars(given))
 
 
-async def flow_factory(intake: Intake, body: bytes) -> Reply:
+async def flow_factory(intake: Intake, body: bytes) -> HttpReply:
     """Answer Flow-Factory's remote reward: JSON with PNG pictures in base64.
 
         {"prompt": [str, ...], "image": [base64, ...], "video": null, ...} -> {"rewards": [float, ...]}
@@ -163,7 +163,7 @@ def unirl_about(intake: Intake) -> dict[str, dict[str, Any]]:
     }
 
 
-async def unirl(intake: Intake, body: bytes) -> Reply:
+async def unirl(intake: Intake, body: bytes) -> HttpReply:
     """Answer UniRL's reward service: JSON with pictures in base64, and results and errors for each sample.
 
         {"requests": [{"history": [{"text": str, "image_b64": base64, ...}, ...],
@@ -180,7 +180,7 @@ async def unirl(intake: Intake, body: bytes) -> Reply:
     )
 
 
-def _unirl_answer(intake: Intake, request: Request, found: Found) -> Reply:
+def _unirl_answer(intake: Intake, request: Request, found: Found) -> HttpReply:
     required: list[list[str]] = request.context
     scores = {name: found.parts.get(name, found) for name in intake.rewards}
     wanted = [(i, name) for i, names in enumerate(required) for name in names]

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from jurybox.protocol.errors import Refused
-from jurybox.server.gateway.dialects.intake import Reply
+from jurybox.server.gateway.dialects.intake import HttpReply
 from jurybox.server.gateway.inference.http_forms import (
     ENDS,
     MOST_BODY,
@@ -29,7 +29,7 @@ from jurybox.server.security.limits import OF_REQUEST, Charge
 from jurybox.server.security.pace import joined
 
 ANSWERED = "jurybox.dialect"  # in a request's scope: a function to call with the endpoint that answered its body
-Endpoint = Callable[[bytes], Awaitable[Reply]]
+Endpoint = Callable[[bytes], Awaitable[HttpReply]]
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,8})\r\n")
 _BEGIN = b"POST /"
 _INFERENCE = b"POST /v2/"
@@ -39,7 +39,7 @@ _FIELDS = b"".join(b"%b: %b\r\n" % pair for pair in (NEVER_CACHED, *DATA_HEADERS
 _Key = tuple[bytes, bytes]  # the parts of a head before and after the digits of its content-length
 
 
-class _Pending(NamedTuple):
+class _PendingRequest(NamedTuple):
     """A request whose body is being received, or that is being answered."""
 
     head: bytes
@@ -69,7 +69,7 @@ class KnownPaths:
             self.heads.clear()
         self.heads[head[: found.start(1)], head[found.end(1) :]] = endpoint
 
-    def of(self, head: bytes, taken: Charge) -> _Pending | None:
+    def of(self, head: bytes, taken: Charge) -> _PendingRequest | None:
         """Return a new request with this head, whose bytes `taken` counts; None if it must take the ordinary path."""
         if (found := _LENGTH.search(head)) is None:
             return None
@@ -77,14 +77,14 @@ class KnownPaths:
         length = int(found[1])
         if endpoint is None or length > self.most:
             return None
-        return _Pending(head, length, endpoint, taken, [])
+        return _PendingRequest(head, length, endpoint, taken, [])
 
 
 class DialectProtocol(InferProtocol):
     """A connection that answers a dialect's requests with known heads directly."""
 
     paths: KnownPaths  # set in the subclass that `with_dialects` creates
-    _pending: _Pending | None = None
+    _pending: _PendingRequest | None = None
     _left = 0  # bytes of its body that are still to be received
 
     def data_received(self, data: bytes) -> None:
@@ -129,7 +129,7 @@ class DialectProtocol(InferProtocol):
             return
         self._by_layers(data, head, ANSWERED, lambda scope, endpoint: self.paths.learn(head, scope, endpoint))
 
-    def _part(self, pending: _Pending, data: bytes) -> None:
+    def _part(self, pending: _PendingRequest, data: bytes) -> None:
         if len(data) > self._left:
             data, self._ahead = data[: self._left], data[self._left :]
         self._left -= len(data)
@@ -149,7 +149,7 @@ class DialectProtocol(InferProtocol):
         self.tasks.add(task)  # uvicorn waits for these tasks when it stops
         task.add_done_callback(self.tasks.discard)
 
-    async def _answered(self, pending: _Pending) -> None:
+    async def _answered(self, pending: _PendingRequest) -> None:
         parts = pending.parts
         OF_REQUEST.set(pending.taken)
         try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jurybox.protocol.errors import Code, ModelFailed, ProtocolMismatch
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, scalars
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 from jurybox.server.gateway.dialects.known_paths import Endpoint
 
@@ -26,7 +26,7 @@ _OWN = ("responses_create_params", "response")
 def answers(intake: Intake, _log: Callable[[str], None]) -> Mapping[str, Endpoint]:
     """Return the functions that answer a request body, by path."""
 
-    async def verify(body: bytes) -> Reply:
+    async def verify(body: bytes) -> HttpReply:
         return await intake.answered(
             lambda body: _row(intake, body), lambda request, scores: _rewarded(intake, request, scores), body
         )
@@ -39,9 +39,9 @@ def about(_intake: Intake) -> dict[str, Any]:
     return {"/health": {"status": "ok"}, "/reverify_mode": "stateless"}
 
 
-async def _seeded(body: bytes) -> Reply:
+async def _seeded(body: bytes) -> HttpReply:
     read(body)
-    return Reply(b"{}", MEDIA)
+    return HttpReply(b"{}", MEDIA)
 
 
 def _row(intake: Intake, body: bytes) -> Request:
@@ -86,7 +86,7 @@ def _asked(given: Any) -> str:
     return _said([{"type": "message", "content": content}], "input_text")
 
 
-def _rewarded(intake: Intake, request: Request, scores: Scores) -> Reply:
+def _rewarded(intake: Intake, request: Request, scores: RequestScores) -> HttpReply:
     """Write the reward into the request's body, which is an object; a later key replaces an earlier one of its name."""
     (reward,) = scores.values
     body, names = request.context
@@ -98,4 +98,4 @@ def _rewarded(intake: Intake, request: Request, scores: Scores) -> Reply:
         told = {name: part for name, part in parts.items() if name not in names}  # for metrics
         added = {**told, "reward": sum(parts.values()), "reward_components": parts}  # it compares them
     rest = json.dumps(added, allow_nan=False).encode()[1:]
-    return Reply(body[:-1] + b"," + rest, MEDIA, version=scores.version)
+    return HttpReply(body[:-1] + b"," + rest, MEDIA, version=scores.version)

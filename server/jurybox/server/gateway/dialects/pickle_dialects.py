@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
 from jurybox.server.settings.dialect_fields import JUDGED
 
@@ -15,7 +15,7 @@ _TAGS = ("single_object", "two_object", "counting", "colors", "position", "color
 _NOT_THIS_TAG = -10.0
 
 
-async def flow_grpo(intake: Intake, body: bytes) -> Reply:
+async def flow_grpo(intake: Intake, body: bytes) -> HttpReply:
     """Answer Flow-GRPO's remote rewards: a pickled dict of JPEG pictures and prompts, for a pickled dict of scores.
 
         {"images": [bytes, ...]}                        -> {"outputs": [float, ...]}
@@ -32,11 +32,11 @@ async def flow_grpo(intake: Intake, body: bytes) -> Reply:
     )
 
 
-def _reply(name: str, request: Request, scores: Scores) -> Reply:
+def _reply(name: str, request: Request, scores: RequestScores) -> HttpReply:
     """Return an answer with the scores under `name`, or GenEval's answer if the request is of that kind."""
     if request.context is not None:
         return _judged(request.context, scores)
-    return Reply(dumps({name: scores.values}), MEDIA, version=scores.version)
+    return HttpReply(dumps({name: scores.values}), MEDIA, version=scores.version)
 
 
 def _geneval(intake: Intake, given: dict[str, Any], extra: dict[str, Any]) -> Request:
@@ -69,7 +69,7 @@ def _geneval(intake: Intake, given: dict[str, Any], extra: dict[str, Any]) -> Re
     return Request(columns, len(pictures), {"image": pictures}, (tags, extra.get("only_strict")))
 
 
-def _judged(metadata: tuple[list[Any], Any], scores: Scores) -> Reply:
+def _judged(metadata: tuple[list[Any], Any], scores: RequestScores) -> HttpReply:
     """Return GenEval's answer. A picture's value under other tags than its own is -10, which the clients ignore.
 
     Args:
@@ -93,7 +93,7 @@ def _judged(metadata: tuple[list[Any], Any], scores: Scores) -> Reply:
         "group_rewards": groups[0],
         "group_strict_rewards": groups[1],
     }
-    return Reply(dumps(answer), MEDIA, version=scores.version)
+    return HttpReply(dumps(answer), MEDIA, version=scores.version)
 
 
 def read(body: bytes) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def refusal(why: str, _status: int = 0) -> tuple[bytes, str]:
     return dumps({"error": why}), MEDIA
 
 
-async def verl_omni(intake: Intake, body: bytes) -> Reply:
+async def verl_omni(intake: Intake, body: bytes) -> HttpReply:
     """Answer the HTTP scorer of verl-omni and deepgen_rl: a pickled dict for a pickled dict.
 
         {"images": [bytes, ...], "prompts": [str, ...], "metadata": {...}} -> {"scores": [float, ...]}

@@ -93,7 +93,7 @@ class _Class:
 
 
 @dataclass(slots=True, eq=False)
-class _Object:
+class _PickledObject:
     of: _Class
     state: dict[Any, Any] | None = None
 
@@ -122,7 +122,7 @@ _KIND = re.compile(r"U[1-9][0-9]{0,6}|b1|[iu][1248]|f[248]")
 _DTYPE_STATE = 8
 
 
-class _Reader:
+class _PickleReader:
     """Parses one stream."""
 
     def __init__(
@@ -315,11 +315,11 @@ class _Reader:
         arguments, of = self.pop(), self.pop()
         if type(of) is not _Class or arguments != ():
             raise NotPlain(f"the pickle makes an object of a {type(of).__name__.strip('_')} (NEWOBJ): refused")
-        self.push(_Object(of))
+        self.push(_PickledObject(of))
 
     def build(self) -> None:
         state, made = self.pop(), self.pop()
-        if type(made) is _Object and type(state) is dict and made.state is None:
+        if type(made) is _PickledObject and type(state) is dict and made.state is None:
             made.state = state
             self.push(made)
             return
@@ -441,7 +441,7 @@ class _Result:
             return kind([self.of(item, depth + 1) for item in value])
         if kind is dict:
             return {key: self.of(item, depth + 1) for key, item in value.items() if self._count(0, len(str(key)))}
-        if kind is _Object and value.state is not None:
+        if kind is _PickledObject and value.state is not None:
             return Instance(value.of.module, value.of.name, self.of(value.state, depth + 1))
         if kind is Array and value.value is not None:
             array = value.value
@@ -465,26 +465,26 @@ class _Result:
 _PLAIN = (int, float, bool, type(None))
 
 _STOP, _NEWOBJ = ord("."), 0x81
-_OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
-    0x80: _Reader.protocol,
-    0x95: _Reader.frame,
-    ord("("): _Reader.mark,
-    0x94: _Reader.memoize_next,
+_OPCODES: Final[dict[int, Callable[[_PickleReader], None]]] = {
+    0x80: _PickleReader.protocol,
+    0x95: _PickleReader.frame,
+    ord("("): _PickleReader.mark,
+    0x94: _PickleReader.memoize_next,
     ord("q"): lambda reader: reader.memoize(reader.number(1)),
     ord("r"): lambda reader: reader.memoize(reader.number(4)),
     ord("h"): lambda reader: reader.get(reader.number(1)),
     ord("j"): lambda reader: reader.get(reader.number(4)),
     ord("}"): lambda reader: reader.push({}),
-    ord("s"): _Reader.set_item,
-    ord("u"): _Reader.set_items,
+    ord("s"): _PickleReader.set_item,
+    ord("u"): _PickleReader.set_items,
     ord("]"): lambda reader: reader.push([]),
-    ord("a"): _Reader.append,
-    ord("e"): _Reader.appends,
+    ord("a"): _PickleReader.append,
+    ord("e"): _PickleReader.appends,
     ord(")"): lambda reader: reader.push(()),
     0x85: lambda reader: reader.tuple_of(1),
     0x86: lambda reader: reader.tuple_of(2),
     0x87: lambda reader: reader.tuple_of(3),
-    ord("t"): _Reader.tuple_since_mark,
+    ord("t"): _PickleReader.tuple_since_mark,
     0x8C: lambda reader: reader.text(1),
     ord("X"): lambda reader: reader.text(4),
     0x8D: lambda reader: reader.text(8),
@@ -492,19 +492,19 @@ _OPCODES: Final[dict[int, Callable[[_Reader], None]]] = {
     ord("B"): lambda reader: reader.byte_string(4),
     0x8E: lambda reader: reader.byte_string(8),
     0x96: lambda reader: reader.byte_string(8),  # a bytearray is returned as bytes
-    ord("J"): _Reader.signed,
+    ord("J"): _PickleReader.signed,
     ord("K"): lambda reader: reader.push(reader.number(1)),
     ord("M"): lambda reader: reader.push(reader.number(2)),
-    0x8A: _Reader.long,
-    ord("G"): _Reader.real,
+    0x8A: _PickleReader.long,
+    ord("G"): _PickleReader.real,
     ord("N"): lambda reader: reader.push(None),
     0x88: lambda reader: reader.push(True),
     0x89: lambda reader: reader.push(False),
-    ord("c"): _Reader.global_of_text,
-    0x93: _Reader.global_of_stack,
-    ord("R"): _Reader.reduce,
-    ord("b"): _Reader.build,
-    _NEWOBJ: _Reader.new_object,
+    ord("c"): _PickleReader.global_of_text,
+    0x93: _PickleReader.global_of_stack,
+    ord("R"): _PickleReader.reduce,
+    ord("b"): _PickleReader.build,
+    _NEWOBJ: _PickleReader.new_object,
 }
 _NAMES: Final = {ord(opcode.code): opcode.name for opcode in opcodes}  # of all opcodes, for error messages
 
@@ -534,7 +534,7 @@ def loads(
     >>> loads(dumps({"images": [], "only_strict": True}))
     {'images': [], 'only_strict': True}
     """
-    return _Reader(data, limits, classes, {**_GLOBALS, **names} if names else _GLOBALS).read()
+    return _PickleReader(data, limits, classes, {**_GLOBALS, **names} if names else _GLOBALS).read()
 
 
 def dumps(value: Any) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects import chat
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores, listed, scalars
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read, versioned
 from jurybox.server.gateway.dialects.known_paths import Endpoint
 
@@ -67,7 +67,7 @@ def refusal(why: str, status: int) -> tuple[bytes, str]:
     return json.dumps({"error": {"message": why, "type": kind, "param": None, "code": status}}).encode(), MEDIA
 
 
-async def _answered(intake: Intake, form: Callable[[Intake, dict[str, Any]], Request], body: bytes) -> Reply:
+async def _answered(intake: Intake, form: Callable[[Intake, dict[str, Any]], Request], body: bytes) -> HttpReply:
     def asked(body: bytes) -> Request:
         given = read(body)
         return form(intake, given)._replace(parameters=scalars(given))
@@ -75,7 +75,7 @@ async def _answered(intake: Intake, form: Callable[[Intake, dict[str, Any]], Req
     return await intake.answered(asked, _written, body)
 
 
-def _written(request: Request, scores: Scores) -> Reply:
+def _written(request: Request, scores: RequestScores) -> HttpReply:
     return versioned(request.context(scores.values), scores.version)
 
 

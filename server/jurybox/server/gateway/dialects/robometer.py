@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects.cosmos import npy_array
-from jurybox.server.gateway.dialects.intake import Intake, Reply, Request, Scores
+from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores
 from jurybox.server.gateway.dialects.json_dialects import read, versioned
 
 _VIDEO = "expected a .npy file of uint8 (frames, height, width, 3)"
 _MOST_HEAD = 4096  # bytes of a part's head
 
 
-async def robometer(intake: Intake, body: bytes) -> Reply:
+async def robometer(intake: Intake, body: bytes) -> HttpReply:
     """Answer a batch of videos. Raises ProtocolMismatch, SpecMismatch, Refused, Error."""
     return await intake.answered(_asked, _answer, body)
 
@@ -36,7 +36,7 @@ def about(_intake: Intake) -> dict[str, Any]:
     return {"/health": {"status": "healthy", "available_gpus": 1, "total_gpus": 1}}
 
 
-def _answer(_request: Request, scores: Scores) -> Reply:
+def _answer(_request: Request, scores: RequestScores) -> HttpReply:
     progress = {"progress_pred": [[score] for score in scores.values]}
     answer = {"outputs_preference": None, "outputs_progress": progress, "outputs_success": None}
     return versioned(answer, scores.version)

@@ -27,7 +27,7 @@ from jurybox.server.gateway.dialects import (
     reward_model,
     robometer,
 )
-from jurybox.server.gateway.dialects.intake import Form, Intake, Reply, ThreadPool
+from jurybox.server.gateway.dialects.intake import AnswerForm, HttpReply, Intake, ThreadPool
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
@@ -53,7 +53,7 @@ class Dialect:
 
 
 def _at(
-    path: str, answer: Callable[[Intake, bytes], Awaitable[Reply]]
+    path: str, answer: Callable[[Intake, bytes], Awaitable[HttpReply]]
 ) -> Callable[[Intake, Callable[[str], None]], Mapping[str, Endpoint]]:
     return lambda intake, _: {path: lambda body: answer(intake, body)}
 
@@ -158,7 +158,7 @@ def applications(
             address,
             reward=settings["reward"] or settings["model"],
             members=tuple(members := settings.get("members", {})),
-            form=Form(settings["like"], settings["score_range"], settings["decimals"], members),
+            form=AnswerForm(settings["like"], settings["score_range"], settings["decimals"], members),
             size=tuple(size) if size else None,
             model=settings["model"],
             inputs=settings["inputs"],
@@ -218,7 +218,7 @@ async def _answered(
     late: Callable[[], None],
     answer: Endpoint,
     body: bytes,
-) -> Reply:
+) -> HttpReply:
     try:
         return await answer(body)
     except Error as error:
@@ -235,13 +235,13 @@ async def _answered(
     return _refused(dialect, report, failure)
 
 
-def _refused(dialect: Dialect, report: Callable[[str], None], failure: Error) -> Reply:
+def _refused(dialect: Dialect, report: Callable[[str], None], failure: Error) -> HttpReply:
     report(said(failure, 300))
     if failure.code in _PASSING:
-        return Reply(*dialect.refusal(said(failure, 1000), 503), 503, headers=(("retry-after", RETRY_AFTER),))
+        return HttpReply(*dialect.refusal(said(failure, 1000), 503), 503, headers=(("retry-after", RETRY_AFTER),))
     known = TABLE[failure.code].http
     status = dialect.status or (known if known < 500 else 422)
-    return Reply(*dialect.refusal(said(failure, 1000), status), status)
+    return HttpReply(*dialect.refusal(said(failure, 1000), status), status)
 
 
 def _refusal(

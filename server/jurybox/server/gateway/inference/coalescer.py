@@ -28,7 +28,7 @@ from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
 from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
-from jurybox.server.security.pace import HEAVY, Breaks, Pace
+from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
@@ -41,7 +41,7 @@ _DOUBT = 1.0  # seconds that a ticket has left once its answer may have been los
 
 
 @dataclass(slots=True)
-class _Request:
+class _WaitingRows:
     """The rows of one request; `arrived` and `until` are in seconds of the monotonic clock.
 
     `sessions` maps the session of each row to whether it begins; None: the model keeps no state.
@@ -63,7 +63,7 @@ class Put:
 
     __slots__ = ("_coalescer", "_late", "_request")
 
-    def __init__(self, coalescer: RequestCoalescer, request: _Request, late: asyncio.TimerHandle) -> None:
+    def __init__(self, coalescer: RequestCoalescer, request: _WaitingRows, late: asyncio.TimerHandle) -> None:
         self._coalescer = coalescer
         self._request = request
         self._late = late
@@ -87,7 +87,7 @@ class Receiver(Protocol):
     def set_exception(self, error: Any, /) -> None: ...
 
 
-class _Pending:
+class _PendingTicket:
     """A ticket sent without a task: a future to its ticket, and a task to the coalescer."""
 
     __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "began", "ticket")
@@ -184,10 +184,10 @@ class RequestCoalescer:
         gathering: Gathering | None = None,
         engines: int = 1,
         expired: Callable[[], None] = lambda: None,
-        pace: Pace | None = None,
+        pace: WorkPace | None = None,
     ) -> None:
         self._model = model
-        self._breaks = Breaks(pace or Pace(), self._go_on)
+        self._breaks = Breaks(pace or WorkPace(), self._go_on)
         self._expired = expired
         self._gathering = gathering
         self._most_in_flight = _IN_FLIGHT * engines
@@ -199,8 +199,8 @@ class RequestCoalescer:
         self._idle = idle
         self._outputs = list(model.spec.outputs)
         self._unread = f"the answer of model {model.name!r} could not be read"
-        self._waiting: deque[_Request] = deque()
-        self._in_flight: dict[asyncio.Task[None] | _Pending, list[_Request]] = {}
+        self._waiting: deque[_WaitingRows] = deque()
+        self._in_flight: dict[asyncio.Task[None] | _PendingTicket, list[_WaitingRows]] = {}
         self._plain = sessions is None and gathering is None and not model.spec.open
         self._returning = ReturnTracker()
         self._called = False
@@ -250,7 +250,7 @@ class RequestCoalescer:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         self._breaks.heard()
         late = loop.call_later(seconds, self._expire, answer, seconds)
-        request = _Request(inputs, n, version, now, now + seconds, answer, sessions, client)
+        request = _WaitingRows(inputs, n, version, now, now + seconds, answer, sessions, client)
         self._waiting.append(request)
         if self._returning.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
             pass  # the ticket that waits for more requests includes it
@@ -264,7 +264,7 @@ class RequestCoalescer:
             self._look()  # the thread that watches for answers would have to wait until the loop pauses
         return Put(self, request, late)
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: _WaitingRows) -> None:
         """Forget a request that no ticket has: the next one may be far away."""
         request.inputs, request.queued = _NONE, False
         self._dropped += 1
@@ -314,7 +314,7 @@ class RequestCoalescer:
     def _late(self, seconds: float) -> str:
         return f"model {self._model.name!r} did not answer within {max(0.0, seconds):.3f} s"
 
-    def _end(self, task: asyncio.Task[None] | _Pending) -> None:
+    def _end(self, task: asyncio.Task[None] | _PendingTicket) -> None:
         """Cancel a ticket that did not end by itself, so that nothing waits for it."""
         if task in self._in_flight:
             task.cancel()
@@ -352,12 +352,12 @@ class RequestCoalescer:
         if not self.busy:
             self._idle()
 
-    def _begin(self, work: Coroutine[Any, Any, None], batch: list[_Request]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], batch: list[_WaitingRows]) -> None:
         task = asyncio.ensure_future(work)
         self._in_flight[task] = batch
         task.add_done_callback(self._on_done)
 
-    def _send_without_task(self, batch: list[_Request]) -> bool:
+    def _send_without_task(self, batch: list[_WaitingRows]) -> bool:
         """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
         until, began = max(request.until for request in batch), time.monotonic()
         brief = BRIEF if not self._waiting and self._returning.may_block(len(batch)) else 0.0
@@ -375,7 +375,7 @@ class RequestCoalescer:
             return True
         if brief:
             self._returning.blocked_in_vain()
-        sent = _Pending(self, ticket, until, began)
+        sent = _PendingTicket(self, ticket, until, began)
         self._in_flight[sent] = batch
         sent.look()
         return True
@@ -393,11 +393,11 @@ class RequestCoalescer:
         if not self._called:
             self._send()
 
-    def _record(self, batch: list[_Request], began: float) -> None:
+    def _record(self, batch: list[_WaitingRows], began: float) -> None:
         """Record how long a ticket took that was sent without a task."""
         self._returning.took(sum(request.n for request in batch), time.monotonic() - began)
 
-    def _on_answer(self, sent: _Pending) -> None:
+    def _on_answer(self, sent: _PendingTicket) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
         came = time.monotonic()
         batch = self._in_flight.pop(sent, None)
@@ -417,7 +417,7 @@ class RequestCoalescer:
         elif not self.busy:
             self._idle()
 
-    def _give(self, batch: list[_Request], outputs: Arrays, version: int) -> None:
+    def _give(self, batch: list[_WaitingRows], outputs: Arrays, version: int) -> None:
         """Deliver to each request its rows of `outputs`, whose memory later tickets overwrite."""
         at = 0
         for request in batch:
@@ -432,13 +432,13 @@ class RequestCoalescer:
                     answer.set_exception(ModelFailed(f"{self._unread}: {said(error)}"))
             at = end
 
-    def _take(self) -> list[_Request]:
+    def _take(self) -> list[_WaitingRows]:
         """Remove and return the requests of the next ticket: the oldest ones that ask for the same weights version.
 
         They fit into adjacent free rows. Otherwise the client would split the ticket and report the oldest version of
         its parts, which is wrong for a caller whose rows were all computed with a newer one.
         """
-        batch: list[_Request] = []
+        batch: list[_WaitingRows] = []
         rows = 0
         most = self._most if len(self._waiting) < 2 else min(self._most, self._model.room())
         while self._waiting:
@@ -465,7 +465,7 @@ class RequestCoalescer:
         elif not self.busy:
             self._idle()
 
-    async def _answer(self, batch: list[_Request], ticket: Ticket | None = None) -> None:
+    async def _answer(self, batch: list[_WaitingRows], ticket: Ticket | None = None) -> None:
         try:
             await self._compute(batch, ticket)
         except Exception as error:  # noqa: BLE001  every waiting caller must get an answer
@@ -483,7 +483,7 @@ class RequestCoalescer:
             if not ours or failure.code in _OVER:
                 self._broken()
 
-    async def _answer_others(self, batch: list[_Request], lost: SessionLost) -> None:
+    async def _answer_others(self, batch: list[_WaitingRows], lost: SessionLost) -> None:
         """Fail the requests whose sessions are lost, and send the others again: nothing was computed."""
         rest = []
         for request in batch:
@@ -497,7 +497,7 @@ class RequestCoalescer:
         else:
             self._fail(batch, lost)
 
-    async def _compute(self, batch: list[_Request], ticket: Ticket | None = None) -> None:
+    async def _compute(self, batch: list[_WaitingRows], ticket: Ticket | None = None) -> None:
         """Send these rows as one ticket, unless `ticket` is given, and distribute the answers."""
         first, began, room = batch[0], time.monotonic(), None
         if len(batch) == 1 or ticket is not None:
@@ -557,7 +557,7 @@ class RequestCoalescer:
             kept = room[name] = np.empty((max(rows, self._most), *first.shape[1:]), first.dtype)
         return np.concatenate(parts, out=kept[:rows], casting="no")
 
-    def _fail(self, batch: list[_Request], error: Error) -> None:
+    def _fail(self, batch: list[_WaitingRows], error: Error) -> None:
         due = time.monotonic() if isinstance(error, Timeout) else 0.0
         for request in batch:
             if request.answer.done():
@@ -576,7 +576,7 @@ def _size(outputs: Arrays) -> int:
     )
 
 
-def _share_session(request: _Request, batch: list[_Request]) -> bool:
+def _share_session(request: _WaitingRows, batch: list[_WaitingRows]) -> bool:
     """Return whether a session of this request is also in `batch`: the earlier step must be answered first."""
     if request.sessions is None:
         return False

@@ -20,12 +20,12 @@ from jurybox.client import Model
 from jurybox.client.in_flight import LOOK_AFTER
 from jurybox.client.transports.shm import ShmTransport
 from jurybox.protocol.errors import Code, Error
-from jurybox.protocol.row_frames import PlainRows
+from jurybox.protocol.row_frames import PlainFrames
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
 from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
-from jurybox.server.security.pace import HEAVY, Breaks, Pace
+from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
 
 _ROWS = 32  # of a ticket at most: the lane has as many for each engine's, and for the one that is written
 _WORTH = 16  # requests of a form after which native code answers them
@@ -73,7 +73,7 @@ class DirectLane:
         model: Model,
         forms: native.InferForms,
         record_outcome: Callable[[str, bool], None],
-        pace: Pace,
+        pace: WorkPace,
     ) -> None:
         self.held = held
         self.model = model
@@ -96,7 +96,7 @@ class DirectLane:
         self._run = run = lane.take(lane.rows)
         assert run is not None
         self.first, self.rows = run.first, run.rows
-        inputs, outputs = PlainRows(lane.columns, "inputs"), PlainRows(lane.columns, "outputs")
+        inputs, outputs = PlainFrames(lane.columns, "inputs"), PlainFrames(lane.columns, "outputs")
         self._native = native.InferLane(
             self.first, self.rows, lane.engines, inputs.memory(), outputs.memory(), self._arrived
         )
@@ -276,7 +276,7 @@ class DirectLanes:
 
     def _leased(self, held: ModelLane, model: Model) -> None:
         name, lane = held.spec.name, model.requests.lane
-        plain = PlainRows(lane.columns, "inputs") and PlainRows(lane.columns, "outputs")
+        plain = PlainFrames(lane.columns, "inputs") and PlainFrames(lane.columns, "outputs")
         if held.retired or name in self._open or not plain or not isinstance(lane.transport, ShmTransport):
             self._lanes.release(model)
         else:

@@ -104,7 +104,9 @@ class Form:
             for (name, dtype, shape), (at, _) in zip(self._arrays, places, strict=True)
         }
 
-    def ask(self, inputs: Arrays, seconds: float | None, responder: Responder, room: Charge | None = None) -> Asked:
+    def ask(
+        self, inputs: Arrays, seconds: float | None, responder: Responder, room: Charge | None = None
+    ) -> FormRequest:
         """Compute these rows and answer `responder`.
 
         Args:
@@ -112,7 +114,7 @@ class Form:
             room: what the answer will hold while it is computed; None: nothing counts it.
         """
         left = DEFAULT_TIMEOUT if seconds is None else min(seconds, DEFAULT_TIMEOUT)
-        answer = Asked(self, responder, room)
+        answer = FormRequest(self, responder, room)
         if room is not None:
             try:
                 room.take(self._answer_bytes)
@@ -167,7 +169,7 @@ class Form:
         responder.fail(error)
 
 
-class Asked:
+class FormRequest:
     """A request: the receiver of its answer, in place of a future."""
 
     __slots__ = ("_form", "_responder", "_room", "given", "put")

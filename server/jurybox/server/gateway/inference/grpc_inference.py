@@ -200,12 +200,12 @@ class KnownForms:
         form = self._forms.get(head)
         if form is None or (inputs := form.rows(message, raw)) is None:
             return False
-        call.on_gone = form.ask(inputs, call.time_remaining(), _Caller(call, ident), call.room()).drop
+        call.on_gone = form.ask(inputs, call.time_remaining(), _GrpcResponder(call, ident), call.room()).drop
         self.lanes.consider(head, form)
         return True
 
 
-class _Caller:
+class _GrpcResponder:
     """A gRPC call as a `Responder` of forms.py."""
 
     __slots__ = ("_call", "_ident", "connection", "done")

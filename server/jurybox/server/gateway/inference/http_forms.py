@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
 from jurybox.server.gateway.http_server import TURN, Connection
 from jurybox.server.gateway.inference import http_inference
-from jurybox.server.gateway.inference.forms import Asked, Forms
+from jurybox.server.gateway.inference.forms import FormRequest, Forms
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
 from jurybox.server.gateway.inference.tensors import Parameters
 from jurybox.server.security.access import ClientConnection
@@ -119,7 +119,7 @@ class InferProtocol(Connection):
         self._came = bytearray()  # the bytes received of that request: head and body
         self._begins = 0  # offset of the body in it
         self._taken: Charge | None = None  # what that request holds
-        self._put: Asked | None = None  # that request, while it is being answered
+        self._put: FormRequest | None = None  # that request, while it is being answered
         self._asking = self._gone = self._leaving = False
         self._ahead = b""  # bytes received after the request
 

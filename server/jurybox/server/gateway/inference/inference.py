@@ -24,7 +24,7 @@ from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.cuda_memory import CudaRegions
 from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Lanes, ModelLane
 from jurybox.server.gateway.inference.models import Repository
-from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, Turn
+from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, SequenceTurn
 from jurybox.server.gateway.inference.shared_memory import RegionData, Regions
 from jurybox.server.gateway.inference.tensors import (
     GET,
@@ -188,7 +188,7 @@ class OpenInference:
             return await self._infer_on_device(request, options)
         if options.steps is None:
             return await self._infer(request, options, None)
-        with Turn(self.sequences, request.model, options.steps) as turn:  # before anything is waited for
+        with SequenceTurn(self.sequences, request.model, options.steps) as turn:  # before anything is waited for
             try:
                 return await self._infer(request, options, turn)
             except SessionLost as error:
@@ -271,7 +271,9 @@ class OpenInference:
         ]
         return InferResponse(request.model, str(used), request.id, made, dict(_FINAL) if options.final else {})
 
-    async def _infer(self, request: InferRequest, options: RequestParameters, turn: Turn | None) -> InferResponse:
+    async def _infer(
+        self, request: InferRequest, options: RequestParameters, turn: SequenceTurn | None
+    ) -> InferResponse:
         version = weights_version(request.version)
         seconds = min(value for value in (options.seconds, request.seconds, DEFAULT_TIMEOUT) if value is not None)
         until = time.monotonic() + seconds
@@ -589,7 +591,7 @@ def _specs(model: ModelSpec, options: RequestParameters) -> tuple[Mapping[str, T
     return (model.state, {}) if options.state == SET else (model.inputs, model.outputs)
 
 
-def _require_sequence(held: ModelLane, turn: Turn | None) -> None:
+def _require_sequence(held: ModelLane, turn: SequenceTurn | None) -> None:
     """Check that a request belongs to a sequence exactly if the model is stateful.
 
     Raises:

@@ -25,7 +25,7 @@ from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.inference.coalescer import Arrays, RequestCoalescer
-from jurybox.server.security.pace import Pace
+from jurybox.server.security.pace import WorkPace
 
 T = TypeVar("T")
 _Key = tuple[str, int]  # a model's name and a priority
@@ -118,7 +118,7 @@ class Lanes:
     def __init__(self, address: str) -> None:
         self._address = address
         self.timeouts: Counter[str] = Counter()
-        self.pace = Pace()
+        self.pace = WorkPace()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None

@@ -43,7 +43,7 @@ _LOOK = 0.005  # seconds between two checks whether the predecessor has arrived
 
 
 class NoSession(Busy):
-    """No session is free for a new sequence. Nothing was computed, and `Turn.infer` may be called again."""
+    """No session is free for a new sequence. Nothing was computed, and `SequenceTurn.infer` may be called again."""
 
 
 class _Sequence:
@@ -69,7 +69,7 @@ class _Sequence:
         self.used = now
 
 
-class Turn:
+class SequenceTurn:
     """The position of a request in the order of its sequences. Enter its ``with`` block before the first await."""
 
     def __init__(self, sequences: Sequences, model: str, steps: Steps) -> None:
@@ -88,7 +88,7 @@ class Turn:
         if not self._overtook():
             self._take()
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> SequenceTurn:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

@@ -20,7 +20,7 @@ from websockets.streams import StreamReader
 
 from jurybox import native
 from jurybox.protocol.errors import plain
-from jurybox.server.gateway.http_server import Transport
+from jurybox.server.gateway.http_server import ConnectionTransport
 from jurybox.server.security.limits import RECEIVED, ROBOTS, SILENCE, refusal
 from jurybox.server.security.pace import HEAP, Turns, spent
 
@@ -34,7 +34,7 @@ _TURN = 0.001  # seconds of parsing after which others come first
 _CLOSE = 1.0  # seconds until a connection that was told to close is ended
 
 
-class _Reading(Transport):
+class _Reading(ConnectionTransport):
     """The transport, which tells when its protocol wants to read again."""
 
     def __init__(self, transport: Any, resumed: Callable[[], object]) -> None:

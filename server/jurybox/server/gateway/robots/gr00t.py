@@ -23,12 +23,12 @@ from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.npy import npy_file
-from jurybox.server.gateway.rep_server import Peer, RepServer
+from jurybox.server.gateway.rep_server import RepPeer, RepServer
 from jurybox.server.gateway.robots.counters import RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation, modality_document
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
-from jurybox.server.gateway.robots.policy import Episode
+from jurybox.server.gateway.robots.policy import RobotEpisode
 from jurybox.server.security.limits import ROBOTS, Limited
 from jurybox.server.settings.endpoints import listen
 
@@ -39,11 +39,11 @@ _WHOLE = {"observation", "options"}  # of N1.6
 class _Robot:
     """What is kept for a connection."""
 
-    def __init__(self, door: Gr00tDoor, peer: Peer[_Robot]) -> None:
+    def __init__(self, door: Gr00tDoor, peer: RepPeer[_Robot]) -> None:
         peer.held.enter_context(door.connected())
         self.held = peer.held
         self.delays = RobotDelays(door.counters)
-        self.episode: Episode | None = None
+        self.episode: RobotEpisode | None = None
 
 
 class Gr00tDoor(RobotDoor):
@@ -83,7 +83,7 @@ class Gr00tDoor(RobotDoor):
         await self._server.stop()
         await self.policy.close()
 
-    async def _answer(self, peer: Peer[_Robot], body: bytes | None) -> bytes:
+    async def _answer(self, peer: RepPeer[_Robot], body: bytes | None) -> bytes:
         try:
             if body is None:
                 raise Malformed("expected one frame from a REQ socket, came another number")

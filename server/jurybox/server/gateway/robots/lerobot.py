@@ -23,7 +23,7 @@ from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.gateway.robots.counters import RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
-from jurybox.server.gateway.robots.lerobot_features import Features
+from jurybox.server.gateway.robots.lerobot_features import RobotFeatures
 from jurybox.server.gateway.robots.lerobot_messages import Observed, actions_message, joined, observed, setup_of
 from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot, LeRobotRobots
 from jurybox.server.gateway.robots.policy import ACTIONS
@@ -90,7 +90,7 @@ class LeRobotDoor(RobotDoor):
         """Take a robot's features. Raises SpecMismatch: it can never be answered."""
         robot, setup = self._robots.of(context), setup_of(request)
         try:
-            robot.features, robot.most = Features(setup, await self.policy.spec()), setup.most
+            robot.features, robot.most = RobotFeatures(setup, await self.policy.spec()), setup.most
         except Error as error:
             _log.warning("robots.%s: a robot is refused: %s", self.name, said(error, 300))
             raise

@@ -16,7 +16,7 @@ STATE, IMAGES, TASK = "observation.state", "observation.images.", "task"
 _MOST_SIDE = 1 << 14  # pixels
 
 
-class Features:
+class RobotFeatures:
     """The features of one robot, as inputs of one model.
 
     Raises:

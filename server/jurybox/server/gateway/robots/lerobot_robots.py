@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.errors import Refused
-from jurybox.server.gateway.robots.lerobot_features import Features
+from jurybox.server.gateway.robots.lerobot_features import RobotFeatures
 from jurybox.server.gateway.robots.lerobot_messages import Observed
-from jurybox.server.gateway.robots.policy import Episode
+from jurybox.server.gateway.robots.policy import RobotEpisode
 from jurybox.server.security.limits import Charge
 
 _GONE = 60.0  # seconds without a call after which a robot is gone; connections that tell their end need none
@@ -40,25 +40,25 @@ class LeRobotRobot:
         self.account = account
         self.held = AsyncExitStack()
         self.lock = asyncio.Lock()
-        self.episode: Episode | None = None
+        self.episode: RobotEpisode | None = None
         self.most = 0
         self.heard = time.monotonic()
         self.told = False
         self._asks = False
         self.came = asyncio.Event()
-        self._features: Features | None = None
+        self._features: RobotFeatures | None = None
         self._waiting: tuple[Observed, Charge] | None = None
         self.begin()
 
     @property
-    def features(self) -> Features:
+    def features(self) -> RobotFeatures:
         """Its features. Raises Refused: it has not told them."""
         if self._features is None:
             raise Refused("expected SendPolicyInstructions before observations")
         return self._features
 
     @features.setter
-    def features(self, features: Features) -> None:
+    def features(self, features: RobotFeatures) -> None:
         self._features = features
 
     def begin(self) -> None:

@@ -49,14 +49,14 @@ def unpackb(data: bytes | bytearray | memoryview) -> Any:
             other keys, duplicate keys, dtypes of objects, structures, dates or complex numbers, data whose size does
             not fit dtype and shape); has more than MOST_ITEMS values; or nests maps and lists deeper than MOST_DEPTH.
     """
-    reader = _Reader(memoryview(data).cast("B"))
+    reader = _MsgpackReader(memoryview(data).cast("B"))
     value = reader.value(0)
     if reader.at != len(reader.data):
         raise Malformed(f"{len(reader.data) - reader.at} bytes follow the message: expected none")
     return _whole(value)
 
 
-class _Reader:
+class _MsgpackReader:
     """The decoder of one message; `at` is the index of the next byte."""
 
     def __init__(self, data: memoryview) -> None:
@@ -146,13 +146,13 @@ class _Reader:
 _NUMBERS = {0xCA + i: struct.Struct(f">{kind}") for i, kind in enumerate("fdBHIQbhiq")}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 # By the first byte: the method that reads a value whose size follows, and the number of bytes of this size.
-_SIZED: dict[int, tuple[Callable[[_Reader, int, int], Any], int]] = {
+_SIZED: dict[int, tuple[Callable[[_MsgpackReader, int, int], Any], int]] = {
     first + i: (read, length)
     for read, first, lengths in (
-        (_Reader._bytes, 0xC4, (1, 2, 4)),
-        (_Reader._text, 0xD9, (1, 2, 4)),
-        (_Reader._list, 0xDC, (2, 4)),
-        (_Reader._map, 0xDE, (2, 4)),
+        (_MsgpackReader._bytes, 0xC4, (1, 2, 4)),
+        (_MsgpackReader._text, 0xD9, (1, 2, 4)),
+        (_MsgpackReader._list, 0xDC, (2, 4)),
+        (_MsgpackReader._map, 0xDE, (2, 4)),
     )
     for i, length in enumerate(lengths)
 }

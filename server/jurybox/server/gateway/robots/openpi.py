@@ -29,7 +29,7 @@ from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConne
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
-from jurybox.server.gateway.robots.policy import ACTIONS, Episode
+from jurybox.server.gateway.robots.policy import ACTIONS, RobotEpisode
 from jurybox.server.security.doors import RETRY_AFTER, refusal
 from jurybox.server.security.limits import ANSWERS, Charge, Limited
 from jurybox.server.settings.endpoints import listen
@@ -158,7 +158,7 @@ class RobotServer(RobotDoor):
         connection: ServerConnection,
         account: native.Account,
         dialect: Openpi,
-        episode: Episode,
+        episode: RobotEpisode,
         delays: RobotDelays,
         frame: str | bytes,
     ) -> bool:
@@ -225,7 +225,9 @@ class Openpi:
     def __init__(self) -> None:
         self.total_ms: float | None = None  # duration of the previous answer
 
-    async def answered(self, episode: Episode, request: dict[str, Any], within: float | None) -> tuple[bytes, bool]:
+    async def answered(
+        self, episode: RobotEpisode, request: dict[str, Any], within: float | None
+    ) -> tuple[bytes, bool]:
         """Return the frame that answers a request, and whether the request is an observation. Raises Error."""
         endpoint, session, reset = request.pop("endpoint", "infer"), request.pop("session_id", ""), request.get("reset")
         if endpoint not in ("infer", "reset"):

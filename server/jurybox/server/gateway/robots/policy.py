@@ -59,7 +59,7 @@ class RobotPolicy:
         self._unknown: set[int] = set()  # places whose last request timed out, so that its step may have been computed
 
     @contextlib.asynccontextmanager
-    async def episode(self, timeout: float, *, returns: bool = False) -> AsyncIterator[Episode]:
+    async def episode(self, timeout: float, *, returns: bool = False) -> AsyncIterator[RobotEpisode]:
         """Return an async context manager with an episode for one connection.
 
         Args:
@@ -78,7 +78,7 @@ class RobotPolicy:
             self._counters.refused["full"] += 1
             raise Busy(f"{self._clients} robots are connected, which is the maximum (robots.NAME.clients)") from None
         try:
-            yield Episode(self, place)
+            yield RobotEpisode(self, place)
         finally:
             if not returns:
                 self._arrivals.left(place)
@@ -206,7 +206,7 @@ class RobotPolicy:
         return self._server.model(self._name, rows=rows), None
 
 
-class Episode:
+class RobotEpisode:
     """The episode of one connection: its row of the lane, and its state on the server."""
 
     def __init__(self, policy: RobotPolicy, place: int) -> None:

@@ -18,7 +18,7 @@ _APART = 10_000_000  # between the seeds of two photos: more than any number of 
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EditedEpisode:
     """One damaged photo, edited to the end.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outcome:
 class Evaluation:
     """The outcomes of one policy, photo by photo and seed by seed."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[EditedEpisode, ...]
 
     @property
     def before(self) -> float:
@@ -98,7 +98,7 @@ def evaluate(environment: PhotoEdit, policy: Policy, seeds: Iterable[int], *, in
     return Evaluation(tuple(outcomes))
 
 
-def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact: bool) -> Outcome:
+def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact: bool) -> EditedEpisode:
     seen, info = environment.reset(seed=seed, options={"photo": photo, "intact": intact})
     damaged = environment.picture()
     scores = [info["score"]]
@@ -107,7 +107,7 @@ def _edit(environment: PhotoEdit, policy: Policy, photo: str, seed: int, intact:
         seen, _, terminated, truncated, info = environment.step(policy(seen))
         scores.append(info["score"])
         over = terminated or truncated
-    return Outcome(
+    return EditedEpisode(
         photo=photo,
         seed=seed,
         scores=tuple(scores),
