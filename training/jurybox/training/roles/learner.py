@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class AlgorithmLearner(Learner):
     """
 
     _returns: Normaliser | None = None
+    _scheduled: Mapping[str, str] = MappingProxyType({})
     curriculum: Curriculum | None = None
 
     def __init__(
@@ -70,6 +72,7 @@ class AlgorithmLearner(Learner):
         self.replay = context.replay(replay)
         self.algorithm = made = make(**algorithm)
         made.envs, made.alive, made.raw = envs, context.alive, raw
+        self._scheduled = made.settings.scheduled
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             made.setup(self.seed, device)
@@ -100,7 +103,7 @@ class AlgorithmLearner(Learner):
             what = f"{self.name}.update returned a {type(found).__name__}"
             raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
         self.updates += 1
-        told = {name: at(each, progress.remaining) for name, each in self.algorithm.settings.scheduled.items()}
+        told = {name: at(each, progress.remaining) for name, each in self._scheduled.items()}
         if self._returns is not None:
             told["return_deviation"] = float(self._returns.std[0])
         return found._replace(metrics={**found.metrics, **told}) if told else found
