@@ -88,7 +88,7 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
     loaded = Policy(best)
     for opponent in ("weak", "strong"):
         again = evaluate(games, loaded, opponent, 1, seed=hockey_settings().seed)
-        # NumPy's actions and torch's differ in the last bits, which a game makes larger; another policy plays otherwise.
+        # NumPy's and torch's actions differ in the last bits, and a game makes that larger; another plays otherwise.
         assert again.score == pytest.approx(evaluation["numbers"][f"score_{opponent}"], abs=1e-2)
 
 
