@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
+from jurybox import native
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
 
@@ -220,6 +221,11 @@ def unread(pid: int) -> bytes:
             found += copy.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     os.close(owner)
     return found
+
+
+def serves_grpc_itself() -> bool:
+    """Whether servers here serve gRPC over libnghttp2; grpcio's connections, and their ends, are its own."""
+    return bool(native.nghttp2()[0]) and os.environ.get("JURYBOX_GRPC_HTTP2", "auto") != "grpcio"
 
 
 def segments() -> set[str]:

@@ -214,7 +214,7 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
             tritonclient.grpc.InferenceServerClient(crowd.where["grpc"])
         )  # fmt: skip
         assert rpc.is_server_ready()
-        held = crowd.ask(mood=500_000.0, patience=8.0)  # seconds in which it drains
+        held = crowd.ask(mood=500_000.0, patience=30.0)  # seconds in which it drains
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{http}/health", timeout=10).status_code == 503, 10, "draining")
         assert httpx.get(f"{http}/health", timeout=10).json()["reasons"] == ["the server is draining"]

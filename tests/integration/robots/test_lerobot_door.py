@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tests.lerobot_classes import NEW, OLD, lerobot_classes
-from tests.serving import launch, serving, wait_until
+from tests.serving import launch, serves_grpc_itself, serving, wait_until
 from tests.shared_batches import answers_of_shared_batches
 from tests.unit.server.test_lerobot_checkpoints import answered, checkpoint, observations
 
@@ -397,6 +397,8 @@ def test_one_robot_too_many_is_told_at_its_start_until_a_place_is_free(server, a
             with pytest.raises(grpc.RpcError) as error:
                 other.ready()
             assert "1 robots are connected" in said(error)[1]
+    if not serves_grpc_itself():
+        pytest.skip("grpcio tells nobody that a connection has ended: the place is kept for a minute")
     with robot(addresses["few"], new, ready=False) as arm:
 
         def is_ready():  # the server learns of the first one's end at its own pace
