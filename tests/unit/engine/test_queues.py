@@ -205,6 +205,19 @@ def test_no_priority_is_passed_over_by_more_batches_than_documented(waiting, ver
     assert most == PASSED_OVER if len(waiting) == 1 else PASSED_OVER <= most <= PASSED_OVER + 1
 
 
+def test_a_priority_that_was_taken_with_all_others_has_no_turns_to_make_up():
+    queue = Queue(max_batch=4)
+    queue.push(ranked((0, 1, 3)))
+    for _ in range(PASSED_OVER):
+        queue.push(ranked((9, 4, 1)))
+        queue.ranked = True
+        assert set(queue.take()["priority"].tolist()) == {1}
+    assert queue.take()["priority"].tolist() == [3] and not queue.ranked
+    queue.push(ranked((0, 1, 3), (9, 4, 1)))
+    queue.ranked = True
+    assert set(queue.take()["priority"].tolist()) == {1}
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=40),
     st.lists(st.integers(1, 3), min_size=6, max_size=6),

@@ -99,6 +99,8 @@ class Queue:
         costs = None if self._costs is None else self._costs(waiting)
         if self.rows <= self.max_batch and (costs is None or int(costs.sum()) <= self._max_cost):
             self._end = self.rows = 0
+            if self.ranked:
+                self._pass_over(waiting)
             return waiting
         turns = None if costs is None else self._turns[waiting["lane"]]
         ranks = self._ranks(waiting) if self.ranked else None
