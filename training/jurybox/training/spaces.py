@@ -226,8 +226,7 @@ class AgentSpec:
         for name in ("counts", "starts"):
             action[name] = tuple(action.get(name, ()))
         inputs = tuple(map(Leaf.of, document["inputs"]))
-        more = {name: document[name] for name in ("normalize", "clip", "masked") if name in document}
-        return cls(inputs, ActionSpec(**action), **more)
+        return cls(inputs, ActionSpec(**action), document["normalize"], document["clip"], document["masked"])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the specification as values of JSON and TOML: "inf" and "-inf" are infinite bounds."""
