@@ -223,6 +223,20 @@ def unread(pid: int) -> bytes:
     return found
 
 
+def not_ended(peers: Sequence[socket.socket]) -> int:
+    """The number of connections that the server has not ended."""
+    left = 0
+    for peer in peers:
+        peer.setblocking(False)
+        try:
+            left += peer.recv(1) != b""
+        except BlockingIOError:
+            left += 1
+        except OSError:
+            pass
+    return left
+
+
 def serves_grpc_itself() -> bool:
     """Whether servers here serve gRPC over libnghttp2; grpcio's connections, and their ends, are its own."""
     return bool(native.nghttp2()[0]) and os.environ.get("JURYBOX_GRPC_HTTP2", "auto") != "grpcio"

@@ -135,9 +135,8 @@ class WaitingCalls:
     """The calls of a juror that wait to be sent, in order, for its threads. True if there are any."""
 
     def __init__(self) -> None:
-        self._new: queue.SimpleQueue[Sequence[CallPart]] = (
-            queue.SimpleQueue()
-        )  # whose `put` may be called within itself
+        # Its `put` may be called within itself.
+        self._new: queue.SimpleQueue[Sequence[CallPart]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the threads; callers do not need it
         self._parts: deque[CallPart] = deque()
         self._idle = 0  # threads in `wait`

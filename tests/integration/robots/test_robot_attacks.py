@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.serving import serving, wait_until
+from tests.serving import not_ended, serving, wait_until
 from websockets.sync.client import connect as websocket
 
 from jurybox.server.gateway.robots.msgpack_arrays import packb
@@ -149,19 +149,9 @@ def test_connections_that_say_nothing_are_few_and_let_robots_in(told):
     with contextlib.ExitStack() as closing:
         idle = [closing.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(200)]
 
-        def left():
-            alive = 0
-            for peer in idle:
-                peer.setblocking(False)
-                try:
-                    alive += peer.recv(1) != b""
-                except BlockingIOError:
-                    alive += 1
-                except OSError:
-                    pass
-            return alive
-
-        wait_until(lambda: left() <= 64, 5.0, "most of the idle connections ended")  # a handshake may take 10 s
+        wait_until(
+            lambda: not_ended(idle) <= 64, 5.0, "most of the idle connections ended"
+        )  # a handshake may take 10 s
         assert is_answered(address)
 
 

@@ -8,7 +8,7 @@ import socket
 import ssl
 
 import pytest
-from tests.serving import serves_grpc_itself, serving, wait_until, walls
+from tests.serving import not_ended, serves_grpc_itself, serving, wait_until, walls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 
@@ -47,20 +47,6 @@ def joined(where):
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def alive(peers):
-    """The number of connections that the server has not ended."""
-    left = 0
-    for peer in peers:
-        peer.setblocking(False)
-        try:
-            left += peer.recv(1) != b""
-        except BlockingIOError:
-            left += 1
-        except OSError:
-            pass
-    return left
-
-
 def is_greeted(where, folder, protocol):
     """Whether a client's handshake succeeds, and the server has something to say to it."""
     context = ssl.create_default_context(cafile=folder / "cert.pem")
@@ -84,8 +70,8 @@ def test_handshakes_that_do_not_go_on_are_few_at_every_port_and_let_clients_in(p
                 peer.sendall(HELLO)
         assert all_are_greeted()
         for port, some in peers.items():
-            wait_until(lambda some=some: alive(some) <= 256, 8.0, f"{port} has ended the oldest handshakes")
+            wait_until(lambda some=some: not_ended(some) <= 256, 8.0, f"{port} has ended the oldest handshakes")
         assert all_are_greeted()
         for port, some in peers.items():
-            wait_until(lambda some=some: alive(some) == 0, 30.0, f"{port} has ended all after a while")
+            wait_until(lambda some=some: not_ended(some) == 0, 30.0, f"{port} has ended all after a while")
     assert all_are_greeted()

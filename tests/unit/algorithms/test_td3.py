@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.algorithms.acting import START, algorithm, spec_of
+from tests.unit.algorithms.batches import batch
 
 from jurybox.training.algorithms.acting import NumpyActor
 from jurybox.training.algorithms.networks import TwinCritic
@@ -26,17 +27,6 @@ def td3(observations: int = 5, actions: int = 2, *, seed: int = 0, normalize: bo
     made = algorithm("td3", spec_of(observations, (), normalize, False, actions), **{**SMALL, **settings})
     made.setup(seed, "cpu")
     return made
-
-
-def batch(seed: int, n: int = 64, observations: int = 5, actions: int = 2) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "observation": torch.randn(n, observations, generator=g) * 3 + 1,
-        "action": torch.rand(n, actions, generator=g) * 2 - 1,
-        "reward": torch.randn(n, generator=g),
-        "discount": torch.full((n,), 0.9) * (torch.rand(n, generator=g) > 0.2),
-        "next_observation": torch.randn(n, observations, generator=g) * 3 + 1,
-    }
 
 
 def weights(made) -> list[torch.Tensor]:

@@ -6,22 +6,12 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.algorithms.acting import START, algorithm, spec_of
+from tests.unit.algorithms.batches import batch
 
 from jurybox.studies.hockey.game import MIRROR_ACTION, MIRROR_OBSERVATION
 from jurybox.studies.hockey.td3 import mirrored
 
 OWN = "jurybox.studies.hockey.td3:HockeyTD3"
-
-
-def batch(seed: int, n: int, observations: int = 5, actions: int = 2) -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "observation": torch.randn(n, observations, generator=g) * 3 + 1,
-        "action": torch.rand(n, actions, generator=g) * 2 - 1,
-        "reward": torch.randn(n, generator=g),
-        "discount": torch.full((n,), 0.9) * (torch.rand(n, generator=g) > 0.2),
-        "next_observation": torch.randn(n, observations, generator=g) * 3 + 1,
-    }
 
 
 @pytest.mark.parametrize("weighted", [False, True])
