@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import numpy as np
 from sorrel.examples.treasurehunt.agents import TreasurehuntAgent
 from sorrel.examples.treasurehunt.entities import EmptyEntity
@@ -115,3 +119,19 @@ def on_policy_hunt(**options):
 def safe_hunt(**options):
     config = configuration(**options)
     return SafeHunt(SafeTreasurehuntWorld(config=config, default_entity=SafeEmptyEntity()), config)
+
+
+def dying(make, mark, at, **options):
+    """The world of `make`; the first process that takes `at` turns in it dies, before the file `mark` is there."""
+    env = globals()[make](**options)
+    turns, take_turn = [0], env.take_turn
+
+    def once(epoch):
+        if turns[0] == at and not Path(mark).exists():
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        turns[0] += 1
+        take_turn(epoch)
+
+    env.take_turn = once
+    return env

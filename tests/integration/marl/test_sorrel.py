@@ -14,7 +14,7 @@ pytest.importorskip("sorrel", reason="sorrel is not installed here (it needs Pyt
 
 from jurybox.studies.sorrel import run_experiment
 from jurybox.studies.sorrel.experiment import SorrelError
-from jurybox.studies.sorrel.models import TRANSITION, GlobalRandom
+from jurybox.studies.sorrel.models import EPOCH_BEGINS, EPOCH_ENDS, TRANSITION, GlobalRandom
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
 
@@ -28,18 +28,22 @@ def experiment_settings(folder, **more):
     return {"multiprocessing": settings, "turns": TURNS, "epochs": EPOCHS}
 
 
-def transitions_of(folder, group):
-    """Return what an agent put into its memory over the whole run, in order."""
+def rows_of(folder, group, kind, *names):
+    """Return columns of the rows of a kind over the whole run, in order."""
     checkpoint = Checkpoints(folder / "checkpoints").latest()
     replay = Replay.load(checkpoint.folder / f"replay-{group}.jbr", f"look-{os.getpid()}")
     try:
         part = replay.parts[0]
-        names = ("observation", "action", "reward", "extra_positions")
-        kept = part.field_rows("kind", 0, len(replay)) == TRANSITION
+        kept = part.field_rows("kind", 0, len(replay)) == kind
         return [part.field_rows(name, 0, len(replay))[kept].copy() for name in names]
     finally:
         replay.unlink()
         replay.close()
+
+
+def transitions_of(folder, group):
+    """Return what an agent put into its memory over the whole run, in order."""
+    return rows_of(folder, group, TRANSITION, "observation", "action", "reward", "extra_positions")
 
 
 def metrics(folder):
@@ -123,3 +127,22 @@ def test_an_on_policy_model_learns_from_whole_epochs_and_others_need_not_learn(t
 def test_a_wrong_setting_is_named(tmp_path):
     with pytest.raises(SorrelError, match="publish_every"):
         run_experiment(f"{WORLDS}:hunt", experiment_settings(tmp_path, publish_every=3))
+
+
+def test_a_name_that_no_model_has_gets_no_publish_mode(tmp_path):
+    with pytest.raises(SorrelError, match="names agent_7; the models that learn are agent_0, agent_1"):
+        run_experiment(f"{WORLDS}:hunt", experiment_settings(tmp_path, publish_mode={"agent_7": "snapshot"}))
+
+
+@pytest.mark.parametrize(("world", "group"), [("hunt", "agent_1"), ("on_policy_hunt", "agent_0")])
+def test_an_actor_that_dies_begins_its_epoch_again(tmp_path, world, group):
+    settings = experiment_settings(tmp_path, publish_mode={group: "snapshot"}, max_ahead=0)
+    arguments = {**settings, "make": world, "mark": str(tmp_path / "died"), "at": 2 * TURNS + 5}
+    experiment = run_experiment(f"{WORLDS}:dying", arguments)
+    turns = (EPOCHS + 1) * TURNS
+    assert (experiment.outcome.restarts, experiment.outcome.env_steps) == (1, turns)
+    (begun,), (ended,) = (rows_of(tmp_path, group, kind, "epoch") for kind in (EPOCH_BEGINS, EPOCH_ENDS))
+    assert begun.tolist() == [0, 1, 2, 2, 3, 4, 5]
+    assert ended.tolist() == [0, 1, 2, 3, 4], "the turns of the dead actor count, so the last epoch is cut"
+    if group == "agent_0":
+        assert experiment.outcome.learner_steps == len(ended), "it learns from whole epochs alone"

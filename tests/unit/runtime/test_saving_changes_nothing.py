@@ -152,9 +152,10 @@ def test_a_checkpoint_leaves_a_sorrel_world_as_it_is():
             self.turn += 1
 
     globals()["World"] = World
-    context = SimpleNamespace(seed=5, spec=SimpleNamespace(threads=torch.get_num_threads()), episode=lambda **_: None)
+    spec = SimpleNamespace(threads=torch.get_num_threads())
+    context = SimpleNamespace(seed=5, spec=spec, own_episodes=0, episode=lambda **_: None)
     actor = SorrelActor(context, make=(f"{__name__}:World", {}), groups={})
     for _ in range(10):
         actor.step()
         actor.save()
-    assert (actor.save()["epoch"], actor.env.resets) == (2, 2)
+    assert actor.env.resets == 2

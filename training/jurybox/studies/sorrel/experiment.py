@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -34,6 +34,8 @@ from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import Settings
 
+PublishMode = Literal["double_buffer", "snapshot"]
+
 
 class SorrelError(RunError):
     """The environment or its configuration does not support several processes; the message states the reason."""
@@ -48,7 +50,9 @@ class Multiprocessing(Settings):
     }
 
     enabled: bool = False
-    publish_mode: Literal["double_buffer", "snapshot"] = "double_buffer"
+    publish_mode: PublishMode | dict[str, PublishMode] = Field(
+        "double_buffer", description="Of all models, or of some by name: {agent_0: snapshot}; others: double_buffer."
+    )
     publish_interval: int = Field(10, ge=0, description="Learner steps between two publications; 0: only the first.")
     buffer_size: int = Field(10_000, ge=1, description="Capacity of the replay from the actor to a learner, in rows.")
     train_freq: int = Field(4, ge=1, description="Turns per train_step; on-policy models take whole epochs.")
@@ -78,6 +82,22 @@ class Multiprocessing(Settings):
             return cls.checked({str(name): given[name] for name in given})
         except ConfigError as error:
             raise SorrelError(f"config.multiprocessing: {error}") from error
+
+    def publish_modes(self, models: Sequence[str]) -> dict[str, PublishMode]:
+        """How each of these models publishes its weights.
+
+        Raises:
+            SorrelError: `publish_mode` names a model that is not there.
+        """
+        given = self.publish_mode
+        if not isinstance(given, dict):
+            return dict.fromkeys(models, given)
+        if unknown := sorted(set(given) - set(models)):
+            raise SorrelError(
+                f"config.multiprocessing: publish_mode names {', '.join(unknown)}; the models that learn are "
+                f"{', '.join(models)}"
+            )
+        return {name: given.get(name, "double_buffer") for name in models}
 
 
 _ROLES = "jurybox.studies.sorrel.roles"
@@ -166,6 +186,7 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
             f"{turns} turns: two of them have to fit"
         )
     names = tuple(groups)
+    modes = settings.publish_modes(names)
     made = (make, dict(arguments))
     fields: dict[str, dict[str, ReplayField]] = {name: fields_of(model.memory) for name, model in models.items()}
     return Plan(
@@ -177,7 +198,6 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
                 {"make": made, "groups": groups},
                 writes=names,
                 reads=names,
-                restarts=False,
             ),
             *(
                 RoleSpec(
@@ -197,8 +217,7 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
         ),
         replays=tuple(ReplaySpec(name, settings.buffer_size, fields[name]) for name in names),
         channels=tuple(
-            ChannelSpec(name, WeightsLayout.of(acting_part(models[name]).state_dict()), settings.publish_mode)
-            for name in names
+            ChannelSpec(name, WeightsLayout.of(acting_part(models[name]).state_dict()), modes[name]) for name in names
         ),
         # sorrel counts epochs from 0 to `epochs` inclusive.
         budget=Budget((int(env.config.experiment.epochs) + 1) * turns),

@@ -52,7 +52,8 @@ class SorrelActor(Actor):
             model = self.env.agents[members[0]].model
             self._recorders[group] = MemoryRecorder(context.replay(group).add, model)
             context.follow(group, ModelWeights(context.reader(group), model))
-        self._epoch, self._runs = 0, False
+        # A new life begins the epoch again in which the one before it died.
+        self._epoch, self._runs = context.own_episodes, False
 
     def step(self) -> int:
         with self._random():
@@ -67,10 +68,9 @@ class SorrelActor(Actor):
 
     def save(self) -> dict[str, Any]:
         # In general a world cannot be saved: a resumed run begins the current epoch again, and this one goes on.
-        return {"epoch": self._epoch, "random": self._random.state()}
+        return {"random": self._random.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._epoch = int(state["epoch"])
         self._random.restore(state["random"])
 
     def _begin(self) -> None:

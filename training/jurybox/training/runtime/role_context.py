@@ -163,6 +163,11 @@ class RoleContext:
         """Steps of this role, over all restarts: environment steps of an actor, learner steps of a learner."""
         return self.words[Word.ENV_STEPS] or self.words[Word.LEARNER_STEPS] + self.uncounted
 
+    @property
+    def own_episodes(self) -> int:
+        """Episodes that this role has reported, over all restarts."""
+        return int(self.words[Word.EPISODES])
+
     def episode(self, *, total: float, length: int, **numbers: float) -> None:
         """Report an episode with its return; further numbers get columns of their own."""
         self.words[Word.EPISODES] += 1
