@@ -15,7 +15,7 @@ from tests.faults.test_killed_gateway import ready
 from tests.serving import serving, wait_until
 
 from jurybox.client import connect
-from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT
+from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT
 from jurybox.server.settings.config import ServerSettings
 
 TIMEOUT = 5.0  # seconds

@@ -16,10 +16,10 @@ from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, Sess
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.gateway.inference.coalescer import RequestCoalescer
+from jurybox.server.frontend.coalescer import RequestCoalescer
+from jurybox.server.frontend.lanes import ModelLane
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.inference import InferRequest, Input
-from jurybox.server.gateway.inference.lanes import ModelLane
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.pace import Breaks, WorkPace
 
@@ -184,7 +184,7 @@ async def test_a_time_out_names_its_seconds_whoever_notices_it_first():
 
 
 async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeypatch):
-    monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._OVERDUE", 0.05)
+    monkeypatch.setattr("jurybox.server.frontend.coalescer._OVERDUE", 0.05)
     together, events = coalescer(Lane(None))
     with pytest.raises(Timeout):
         await together.ask(ROW, 1, 0.05, 0)
@@ -196,7 +196,7 @@ async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeyp
 
 async def test_a_lost_answer_is_requested_again(monkeypatch):
     """What the event loop's exception handler does: the request of the answer is unknown."""
-    monkeypatch.setattr("jurybox.server.gateway.inference.coalescer._DOUBT", 0.05)
+    monkeypatch.setattr("jurybox.server.frontend.coalescer._DOUBT", 0.05)
     together, events = coalescer(Lane(None))
     asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0))
     await turns()
@@ -448,7 +448,7 @@ def clock(monkeypatch):
     """A clock that a test sets: what a ticket takes decides whether the loop blocks, and a loaded machine is slow."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(
-        "jurybox.server.gateway.inference.coalescer.time",
+        "jurybox.server.frontend.coalescer.time",
         SimpleNamespace(monotonic=lambda: clock.now),
     )
     return clock

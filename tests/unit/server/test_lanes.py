@@ -10,7 +10,7 @@ import pytest
 
 from jurybox.client import Busy, Refused
 from jurybox.protocol.errors import Code
-from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.frontend.lanes import Lanes
 
 
 def lane(name, *, exchanged=False):

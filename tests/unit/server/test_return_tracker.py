@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.server.gateway.inference.coalescer import RequestCoalescer
-from jurybox.server.gateway.inference.return_tracker import ReturnTracker
+from jurybox.server.frontend.coalescer import RequestCoalescer
+from jurybox.server.frontend.returns import ReturnTracker
 from jurybox.server.security.access import ClientConnection
 
 HERE, ELSEWHERE = ("127.0.0.1", 4000), ("192.0.2.7", 4000)
@@ -195,7 +195,7 @@ async def test_a_slow_model_without_a_fixed_cost_gets_requests_at_once(monkeypat
     """Its tickets take some milliseconds for each row, so a wait would save nothing."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     clock = Clock()
-    monkeypatch.setattr("jurybox.server.gateway.inference.coalescer.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("jurybox.server.frontend.coalescer.time", SimpleNamespace(monotonic=clock))
     coalescer = RequestCoalescer(Lane(), 8)
     for number in range(200):
         rows, answer = 1 + number % 4, Answer()

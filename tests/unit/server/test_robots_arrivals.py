@@ -13,8 +13,8 @@ from tests.loops import turns
 from jurybox.client import SessionLost, Timeout
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.server.gateway.inference.coalescer import RequestCoalescer
-from jurybox.server.gateway.robots.arrivals import ArrivalTracker
+from jurybox.server.frontend.arrivals import ArrivalTracker
+from jurybox.server.frontend.coalescer import RequestCoalescer
 from jurybox.server.gateway.robots.policy import RobotPolicy
 
 

@@ -11,7 +11,7 @@ from tests.loops import turns
 
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code
-from jurybox.server.gateway.inference.sequences import Sequences, SequenceTurn
+from jurybox.server.frontend.sequences import Sequences, SequenceTurn
 from jurybox.server.gateway.inference.tensors import Steps
 
 

@@ -23,7 +23,7 @@ from jurybox import native
 from jurybox.protocol.errors import TABLE, Code, Error, ServerGone, Timeout, plain, said
 from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
-from jurybox.server.gateway.inference.lanes import MOMENT, SOON, Lanes
+from jurybox.server.frontend.lanes import MOMENT, SOON, Lanes
 from jurybox.server.gateway.live import Document, LiveRoutes, StatusSource
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.pace import Turns

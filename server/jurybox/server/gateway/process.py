@@ -13,12 +13,12 @@ from jurybox import native
 from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import said
+from jurybox.server.frontend.sequences import IDLE
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.http_forms import protocol_of
 from jurybox.server.gateway.inference.inference import OpenInference
-from jurybox.server.gateway.inference.sequences import IDLE
 from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access

@@ -21,7 +21,7 @@ from jurybox.client.device_rows import BoundRows
 from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.frontend.lanes import Lanes
 from jurybox.server.gateway.inference.shared_memory import Registered, Registry
 from jurybox.server.gateway.inference.tensors import Place, checked_shape, malformed
 

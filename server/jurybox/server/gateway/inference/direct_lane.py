@@ -21,9 +21,9 @@ from jurybox.client.in_flight import LOOK_AFTER
 from jurybox.client.transports.shm import ShmTransport
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.row_frames import PlainFrames
+from jurybox.server.frontend.lanes import Lanes, ModelLane
+from jurybox.server.frontend.returns import BRIEF, ReturnTracker
 from jurybox.server.gateway.inference.forms import Form
-from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
-from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
 

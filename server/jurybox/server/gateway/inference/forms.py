@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed
-from jurybox.server.gateway.inference.coalescer import Arrays, Put
+from jurybox.server.frontend.coalescer import Arrays, Put
+from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, ModelLane
 from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output, output_of, row_errors
-from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, ModelLane
 from jurybox.server.gateway.inference.tensors import Parameters, datatype_of, request_parameters, weights_version
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.limits import Charge

@@ -19,12 +19,12 @@ from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 from jurybox.protocol.wire import build_version
+from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Lanes, ModelLane
+from jurybox.server.frontend.sequences import IDLE, NoSession, Sequences, SequenceTurn
 from jurybox.server.gateway.app import SelfTest
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.cuda_memory import CudaRegions
-from jurybox.server.gateway.inference.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Lanes, ModelLane
 from jurybox.server.gateway.inference.models import Repository
-from jurybox.server.gateway.inference.sequences import IDLE, NoSession, Sequences, SequenceTurn
 from jurybox.server.gateway.inference.shared_memory import RegionData, Regions
 from jurybox.server.gateway.inference.tensors import (
     GET,

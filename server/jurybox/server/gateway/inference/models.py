@@ -14,7 +14,7 @@ from typing import Any
 from jurybox.protocol.errors import SLEEPS, Code, Error, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import BEREFT, require_name
-from jurybox.server.gateway.inference.lanes import Lanes
+from jurybox.server.frontend.lanes import Lanes
 from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, truth, weights_version
 
 Document = dict[str, Any]

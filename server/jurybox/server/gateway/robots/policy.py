@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from jurybox.client import Busy, Model, Server, SessionLost, SpecMismatch, Timeout, connect
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.gateway.inference.coalescer import RequestCoalescer
-from jurybox.server.gateway.robots.arrivals import ArrivalTracker
+from jurybox.server.frontend.arrivals import ArrivalTracker
+from jurybox.server.frontend.coalescer import RequestCoalescer
 from jurybox.server.gateway.robots.counters import PortCounters
 from jurybox.server.gateway.robots.observations import rows_of
 

@@ -26,7 +26,7 @@ from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
-from jurybox.server.gateway.inference.return_tracker import BRIEF, ReturnTracker
+from jurybox.server.frontend.returns import BRIEF, ReturnTracker
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
 

@@ -31,8 +31,8 @@ from jurybox.protocol.errors import (
     Timeout,
     plain,
 )
-from jurybox.server.gateway.inference.coalescer import Arrays
-from jurybox.server.gateway.inference.lanes import Lanes, ModelLane
+from jurybox.server.frontend.coalescer import Arrays
+from jurybox.server.frontend.lanes import Lanes, ModelLane
 from jurybox.server.gateway.inference.tensors import SET, Steps
 
 Key = tuple[Any, ...]  # the model, then the sequence's name

@@ -1,0 +1,1 @@
+"""What all doors of a process share: lanes, coalescing, predictions of returning clients, sequences."""
