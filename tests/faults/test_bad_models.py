@@ -14,7 +14,7 @@ from tests.faults.conftest import MODELS, leaving_nothing
 from tests.serving import children_of, serving, wait_until
 
 from jurybox.client import Error, ModelFailed
-from jurybox.server.gateway.app import not_ready
+from jurybox.server.frontend.readiness import not_ready
 
 X = np.ones((2, 4), np.float32)
 KILLER = np.full((1, 4), 668, np.float32)

@@ -14,7 +14,7 @@ from tests.faults.conftest import leaving_nothing
 from tests.serving import serving, wait_until
 
 from jurybox.client import Error, ModelFailed, ModelNotFound, Refused, connect
-from jurybox.server.gateway.app import not_ready
+from jurybox.server.frontend.readiness import not_ready
 
 X = np.ones((2, 4), np.float32)
 MODELS = {

@@ -23,10 +23,11 @@ from jurybox import native
 from jurybox.client.local_link import LocalLink
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jurybox.server.frontend.frontend import Frontend
+from jurybox.server.frontend.source import ClientSource
 from jurybox.server.gateway.grpc_server import GrpcServer
 from jurybox.server.gateway.inference import direct_lane, grpc_inference
 from jurybox.server.gateway.inference.inference import OpenInference
-from jurybox.server.gateway.live import ClientSource
 from jurybox.server.security.access import Access
 
 pytestmark = pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")
@@ -53,7 +54,8 @@ class Gateway:
 
     async def _start(self, address, access):
         self._source = ClientSource(address)
-        self._oip = OpenInference(address, self._source, shared_memory="")
+        self._frontend = Frontend(address, self._source)
+        self._oip = OpenInference(self._frontend, self._source, shared_memory="")
         service = grpc_inference.service(self._oip, access.budget())
         ((path, answer),) = service.direct.items()
         self._lanes = answer.lanes
@@ -72,6 +74,7 @@ class Gateway:
 
     async def _stop(self):
         await self._server.stop()
+        self._frontend.close()
         self._oip.close()
         await self._source.close()
 

@@ -11,7 +11,7 @@ import pytest
 
 from jurybox.client import Refused
 from jurybox.server.gateway.inference.http_inference import body_of
-from jurybox.server.gateway.inference.inference import InferResponse, Output
+from jurybox.server.gateway.inference.requests import InferResponse, Output
 
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 ANSWER = [3.0, 5.0, 7.0, 9.0]

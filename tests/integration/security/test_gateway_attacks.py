@@ -536,11 +536,12 @@ def test_no_client_accesses_memory_of_the_servers_user_without_opt_in(web, stub,
 def test_no_operation_id_is_given_twice(server):
     import warnings
 
+    from jurybox.server.frontend.frontend import Frontend
     from jurybox.server.gateway.app import create_app
     from jurybox.server.gateway.inference import http_inference
     from jurybox.server.gateway.inference.inference import OpenInference
 
-    transport = OpenInference(server.address, None, shared_memory="")
+    transport = OpenInference(Frontend(server.address, None), None, shared_memory="")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         described = create_app(None, routers=[http_inference.router(transport)]).openapi()

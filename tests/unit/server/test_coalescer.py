@@ -19,7 +19,7 @@ from jurybox.protocol.errors import Code, Refused
 from jurybox.server.frontend.coalescer import RequestCoalescer
 from jurybox.server.frontend.lanes import ModelLane
 from jurybox.server.gateway.inference.forms import Form
-from jurybox.server.gateway.inference.inference import InferRequest, Input
+from jurybox.server.gateway.inference.requests import InferRequest, Input
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.pace import Breaks, WorkPace
 
@@ -386,7 +386,7 @@ async def arrived(line, n):
 async def test_a_late_answer_is_no_answer_to_the_connections_next_request():
     lane = SlowOnce()
     together, _ = coalescer(lane)
-    oip = SimpleNamespace(record_outcome=lambda *_: None)
+    oip = SimpleNamespace(frontend=SimpleNamespace(record_outcome=lambda *_: None))
     held = SimpleNamespace(spec=SPEC, coalescer=together)
     request = InferRequest("m", "", "", [Input("x", "FP32", (1, 2), None, True, {})], [], {}, None)
     form = Form(oip, held, request, 1, ["y"], lambda *_: [b""])

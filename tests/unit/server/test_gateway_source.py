@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from jurybox.protocol.errors import ServerGone, Timeout
-from jurybox.server.gateway import live
-from jurybox.server.gateway.live import ClientSource
+from jurybox.server.frontend.source import ClientSource
 
 
 class Server:
@@ -42,7 +41,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch):
     server = Server()
-    monkeypatch.setattr(live, "connect", server.open)
+    monkeypatch.setattr("jurybox.server.frontend.source.connect", server.open)
     yield server
     server.may_answer.set()
 
@@ -80,7 +79,7 @@ async def test_a_server_that_went_is_connected_to_anew(server):
 
 
 async def test_a_server_that_hangs_is_a_time_out_and_its_late_answer_serves_the_next(server, monkeypatch):
-    monkeypatch.setattr("jurybox.server.gateway.live._MARGIN", 0.0)
+    monkeypatch.setattr("jurybox.server.frontend.source._MARGIN", 0.0)
     server.may_answer.clear()
     asking = source(server, timeout=0.05, keep=60.0)
     with pytest.raises(Timeout, match=r"ipc:///x did not answer within 0.05 s"):

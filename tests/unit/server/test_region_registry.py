@@ -18,7 +18,7 @@ from jurybox.server.gateway.inference.shared_memory import Regions
 def register(request):
     """A function that registers a region of this name, and the registry."""
     if request.param == "cuda":
-        registry = CudaRegions(allowed=True, lanes=None)
+        registry = CudaRegions(allowed=True, frontend=None)
         yield (lambda name: registry.register(name, bytes(HANDLE), 0, 1)), registry
         return
     key = f"test-{uuid.uuid4().hex}"

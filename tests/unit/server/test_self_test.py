@@ -11,7 +11,7 @@ from tests.loops import turns
 
 from jurybox.protocol.errors import Busy, Code, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.gateway.app import SelfTest
+from jurybox.server.frontend.readiness import SelfTest
 
 SPEC = ModelSpec("affine", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
 

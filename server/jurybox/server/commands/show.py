@@ -103,7 +103,7 @@ def models(as_json: AsJson = False, address: Address = None) -> None:
 
 def health(address: Address = None) -> None:
     """Report whether the server is ready for requests; if not, print why and exit with status 1."""
-    from jurybox.server.gateway.app import not_ready
+    from jurybox.server.frontend.readiness import not_ready
 
     reasons = not_ready(_ask(address))
     typer.echo("\n".join(reasons) or "ready", err=bool(reasons))

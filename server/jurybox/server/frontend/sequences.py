@@ -33,7 +33,7 @@ from jurybox.protocol.errors import (
 )
 from jurybox.server.frontend.coalescer import Arrays
 from jurybox.server.frontend.lanes import Lanes, ModelLane
-from jurybox.server.gateway.inference.tensors import SET, Steps
+from jurybox.server.frontend.requests import SET, Steps
 
 Key = tuple[Any, ...]  # the model, then the sequence's name
 

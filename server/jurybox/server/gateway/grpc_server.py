@@ -22,9 +22,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from jurybox import native
 from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
+from jurybox.server.frontend.source import StatusSource
 from jurybox.server.gateway.grpc_calls import Calls
 from jurybox.server.gateway.http_server import bound_name
-from jurybox.server.gateway.live import StatusSource
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port

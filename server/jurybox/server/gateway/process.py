@@ -13,13 +13,14 @@ from jurybox import native
 from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import said
+from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.frontend.sequences import IDLE
+from jurybox.server.frontend.source import ClientSource, StatusSource
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.http_forms import protocol_of
 from jurybox.server.gateway.inference.inference import OpenInference
-from jurybox.server.gateway.live import ClientSource, StatusSource
 from jurybox.server.logs import Log, configure
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors, refusal
@@ -52,15 +53,16 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access(**orders.get("access", {}))
     budget, turns = access.budget(), Turns()
+    frontend = Frontend(
+        orders["address"], source, idle=orders.get("sequence_idle", IDLE), panels=orders.get("panels", {})
+    )
     # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
     # host.
     oip = OpenInference(
-        orders["address"],
+        frontend,
         source,
         shared_memory=access.shared_memory_prefix if local else "",
         cuda_shared_memory=access.cuda_shared_memory and local,
-        idle=orders.get("sequence_idle", IDLE),
-        panels=orders.get("panels", {}),
     )
     try:
         routers = [http_inference.router(oip, most=access.max_message)]
@@ -70,11 +72,11 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import DialectPaths, applications
 
-            routes = applications(orders["dialects"], orders["address"], log, doors, oip.lanes.timeouts)
+            routes = applications(orders["dialects"], orders["address"], log, doors, frontend.lanes.timeouts)
             routers.append(routes.paths)
         robots = _robot_doors(orders, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}
-        app = create_app(source, oip.reasons, routers, counters, oip.lanes.timeouts, budget, turns)
+        app = create_app(source, frontend.reasons, routers, counters, frontend.lanes.timeouts, budget, turns)
         http = None
         if orders["http"]:
             whole, protocol = app if routes is None else DialectPaths(app, routes.endpoints), protocol_of(oip, doors)
@@ -98,7 +100,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     stop = stop_event(
         control_pipe, lambda kind: doors.close() if kind == "drain" else log.warning("unknown order", order=kind)
     )
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, oip, log))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: _broke(context, frontend, log))
     if rpc is not None:
         await rpc.start()
     # The HTTP socket is listening already: clients that connect from now on are answered.
@@ -128,7 +130,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     def close() -> None:
         doors.close()
         end_streams()
-        oip.give_up(refusal())  # nothing is left after a drain that was in time
+        frontend.give_up(refusal())  # nothing is left after a drain that was in time
 
     doorways: list[_Doorway] = [*serving, *robots.values(), *([rpc] if rpc is not None else [])]
     draining = asyncio.create_task(_drained(doors, doorways, end_streams, control_pipe))
@@ -142,6 +144,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         if rpc is not None:
             await rpc.stop()
         await asyncio.gather(*(robot.stop() for robot in robots.values()))
+        frontend.close()
         oip.close()
         await source.close()
     return STOPPED if served else FAILED
@@ -225,14 +228,14 @@ async def _until(
     return all(await asyncio.gather(*running)) and not broken
 
 
-def _broke(context: dict[str, Any], oip: OpenInference, log: Log) -> None:
+def _broke(context: dict[str, Any], frontend: Frontend, log: Log) -> None:
     """Handle an uncaught exception in the event loop: log it, and check for lost answers."""
     error = context.get("exception")
     if isinstance(error, (ConnectionError, BlockingIOError)):  # a disconnected client; a spurious wake-up in gRPC
         return
     log.error("unexpected", what=context.get("message", ""), error=said(error) if error else "", exc_info=error)
     if "handle" in context:
-        oip.lanes.doubt()  # an answer may be lost
+        frontend.doubt()  # an answer may be lost
 
 
 def _loop() -> asyncio.AbstractEventLoop:

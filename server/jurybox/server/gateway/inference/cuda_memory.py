@@ -21,7 +21,7 @@ from jurybox.client.device_rows import BoundRows
 from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.frontend.lanes import Lanes
+from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.gateway.inference.shared_memory import Registered, Registry
 from jurybox.server.gateway.inference.tensors import Place, checked_shape, malformed
 
@@ -51,13 +51,13 @@ class CudaRegions(Registry[CudaRegion]):
 
     Args:
         allowed: whether regions can be registered.
-        lanes: the gateway's connection.
+        frontend: has the gateway's connection.
     """
 
-    def __init__(self, *, allowed: bool, lanes: Lanes) -> None:
+    def __init__(self, *, allowed: bool, frontend: Frontend) -> None:
         super().__init__("CUDA region")
         self.allowed = allowed
-        self._lanes = lanes
+        self._frontend = frontend
         self._bindings: OrderedDict[Any, _Binding] = OrderedDict()
         self._making = asyncio.Lock()
 
@@ -146,7 +146,7 @@ class CudaRegions(Registry[CudaRegion]):
                     await self._end(oldest, self._bindings[oldest])
                 make = functools.partial(self._bound, model, rows, inputs, outputs, seconds)
                 regions = frozenset(place.region for place in (*inputs.values(), *outputs.values()))
-                binding = self._bindings[key] = _Binding(await self._lanes.call(make), regions)
+                binding = self._bindings[key] = _Binding(await self._frontend.call(make), regions)
             self._bindings.move_to_end(key)
             return binding
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed
 from jurybox.server.frontend.coalescer import Arrays, Put
 from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, ModelLane
-from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output, output_of, row_errors
+from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.inference.requests import InferRequest, Output, output_of, row_errors
 from jurybox.server.gateway.inference.tensors import Parameters, datatype_of, request_parameters, weights_version
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.limits import Charge
@@ -77,7 +78,7 @@ class Form:
     ) -> None:
         spec = held.spec
         self.held = held
-        self._record_outcome = oip.record_outcome
+        self._record_outcome = oip.frontend.record_outcome
         self._model, self.n = request.model, n
         self._version, self.pinned = weights_version(request.version), bool(request.version)
         self._row_errors = request_parameters(request.parameters).row_errors
@@ -236,7 +237,7 @@ class Forms:
         if request is None:
             self._forms[parts] = None
             return None
-        held = self._oip.lanes.held(request.model)
+        held = self._oip.frontend.lanes.held(request.model)
         try:
             found = None if held is None else self._oip.plain(held, request)
             if held is None or found is None:

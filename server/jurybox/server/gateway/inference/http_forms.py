@@ -22,7 +22,8 @@ from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
 from jurybox.server.gateway.http_server import TURN, Connection
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.forms import FormRequest, Forms
-from jurybox.server.gateway.inference.inference import InferRequest, OpenInference, Output
+from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.inference.requests import InferRequest, Output
 from jurybox.server.gateway.inference.tensors import Parameters
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.doors import RETRY_AFTER, Doors

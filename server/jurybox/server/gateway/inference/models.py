@@ -14,7 +14,8 @@ from typing import Any
 from jurybox.protocol.errors import SLEEPS, Code, Error, ModelNotFound, Refused, plain
 from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import BEREFT, require_name
-from jurybox.server.frontend.lanes import Lanes
+from jurybox.server.frontend.frontend import Frontend
+from jurybox.server.frontend.panels import TOTAL
 from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, truth, weights_version
 
 Document = dict[str, Any]
@@ -29,7 +30,6 @@ EXTENSIONS = (
     "statistics",
     "binary_tensor_data",
 )
-TOTAL = "score"  # the output of a panel that is the weighted sum
 _STATES = {"ready": "READY", "loading": "LOADING", "failed": "UNAVAILABLE", "quarantined": "UNAVAILABLE"}
 _STATES["sleeping"] = "UNAVAILABLE"  # the reason begins with SLEEPS
 
@@ -216,8 +216,8 @@ _LOAD = 120.0  # seconds
 class Repository:
     """Loads and unloads through the gateway's connection."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
         self._shortening: set[asyncio.Future[None]] = set()
 
     async def load(self, repository: str, model: str, parameters: Parameters) -> None:
@@ -248,20 +248,20 @@ class Repository:
             raise malformed("expected settings, JSON in a string, and keep, seconds")
         if settings:
             overrides = read_json(settings.encode())
-            await self._lanes.call(
+            await self._frontend.call(
                 lambda server: server.load(model, overrides, keep=float(keep), timeout=_LOAD, remote=True)
             )
         elif keep:
-            await self._lanes.call(lambda server: server.keep(model, float(keep)))
+            await self._frontend.call(lambda server: server.keep(model, float(keep)))
         else:
-            await self._lanes.call(lambda server: server.load(model, timeout=_LOAD))
+            await self._frontend.call(lambda server: server.load(model, timeout=_LOAD))
 
     def keep_no_longer(self, model: str) -> None:
         """Shorten the time for which a model is kept whose client's connection has ended."""
 
         async def shorten() -> None:
             with contextlib.suppress(Error):  # it is unloaded already, or the server is gone
-                await self._lanes.call(lambda server: server.keep(model, BEREFT))
+                await self._frontend.call(lambda server: server.keep(model, BEREFT))
 
         self._shortening.add(task := asyncio.ensure_future(shorten()))
         task.add_done_callback(self._shortening.discard)
@@ -279,15 +279,15 @@ class Repository:
         if sleeps:
             await self.sleep(model)
             return
-        await self._lanes.call(lambda server: server.unload(model))
+        await self._frontend.call(lambda server: server.unload(model))
 
     async def sleep(self, model: str) -> None:
         """Move a model's weights to host memory. Raises ModelNotFound, ModelFailed, Refused."""
-        await self._lanes.call(lambda server: server.sleep(model, timeout=_LOAD))
+        await self._frontend.call(lambda server: server.sleep(model, timeout=_LOAD))
 
     async def wake(self, model: str) -> None:
         """Move a sleeping model's weights back to the device. Raises ModelNotFound, ModelFailed."""
-        await self._lanes.call(lambda server: server.wake(model, timeout=_LOAD))
+        await self._frontend.call(lambda server: server.wake(model, timeout=_LOAD))
 
 
 def only_ours(repository: str) -> None:

@@ -19,9 +19,9 @@ from jurybox.protocol.parameters import KNOWN
 from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
 from jurybox.protocol.scoreboard import NORMAL, PRIORITIES
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
+from jurybox.server.frontend.requests import GET, SET, Rows, Steps
 
 Parameters = Mapping[str, Any]  # bool, int, float or str
-Rows = NDArray[Any] | list[Any]  # (n, *row shape); a list of n arrays or bytes if the rows differ in size
 
 MOST_DIMENSIONS = 32
 MOST_TENSORS = 1024  # the maximum number of inputs, of outputs and of parameters in a request
@@ -264,25 +264,6 @@ REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "sha
 _EXTENTS = "extents"
 ROW_ERRORS = "row_errors"
 _CLIENT = re.compile(r"[0-9a-f]{32}")
-GET, SET = "get", "set"  # the values of session_state
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The sequences of a request to a stateful model, one for each row.
-
-    Attributes:
-        sequences: their names: (id,) for a sequence as in Triton, (client, slot) for a session of our own client.
-        steps: for each, the number of the request since the sequence began, 0 if it begins; None: the next number.
-        end: whether they end after the request.
-        reports_loss: whether a lost sequence is reported in a parameter of the answer, as to our own client; otherwise
-            by an error.
-    """
-
-    sequences: tuple[tuple[Any, ...], ...]
-    steps: tuple[int | None, ...]
-    end: bool = False
-    reports_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
