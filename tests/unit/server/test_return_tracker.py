@@ -11,7 +11,7 @@ import pytest
 
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.frontend.coalescer import RequestCoalescer
-from jurybox.server.frontend.returns import ReturnTracker
+from jurybox.server.frontend.returns import QuickHalf
 from jurybox.server.security.access import ClientConnection
 
 HERE, ELSEWHERE = ("127.0.0.1", 4000), ("192.0.2.7", 4000)
@@ -29,7 +29,7 @@ class Clock:
 def tracker(cores=2, fixed=True):
     """Return a tracker that knows what a ticket costs: 100 us and 10 more for each row, or 50 us for each row."""
     clock = Clock()
-    made = ReturnTracker(cores, clock)
+    made = QuickHalf(cores, clock)
     for number in range(200):
         rows = 1 + number % 4
         made.took(rows, (100e-6 if fixed else 0) + rows * (10e-6 if fixed else 50e-6))
@@ -206,7 +206,7 @@ async def test_a_slow_model_without_a_fixed_cost_gets_requests_at_once(monkeypat
             assert coalescer.busy
             await asyncio.sleep(0)
         late.over()
-    clock.now, made, clients = 0.0, coalescer._returning, connections()
+    clock.now, made, clients = 0.0, coalescer._returns, connections()
     made._clock = clock
     ask_again(made, clock, clients)
     one_of_them_asks(made, clients)
@@ -217,7 +217,7 @@ async def test_a_slow_model_without_a_fixed_cost_gets_requests_at_once(monkeypat
 async def test_every_request_is_answered_whether_or_not_the_others_come(missing, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     coalescer = RequestCoalescer(Lane(), 8)
-    made = coalescer._returning
+    made = coalescer._returns
     for number in range(200):
         made.took(1 + number % 4, 100e-6 + (1 + number % 4) * 10e-6)
     clients = connections(12)

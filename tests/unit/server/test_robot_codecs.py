@@ -17,6 +17,7 @@ from tests.lerobot_classes import NEW, lerobot_classes
 from jurybox import native
 from jurybox.protocol.errors import Error, SpecMismatch
 from jurybox.protocol.spec import ModelSpec, TensorSpec
+from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.gateway.npy import npy_file, npy_head
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
@@ -238,7 +239,7 @@ async def test_whether_a_robot_has_moved_is_seen_also_where_the_model_takes_only
 
 async def test_requests_that_are_episodes_take_the_place_freed_last_as_that_of_a_robot_that_returns():
     """So batches wait for robots that send every request over another connection, too."""
-    policy = RobotPolicy("ipc:///nowhere", "policy", 4, 1.0)
+    policy = RobotPolicy(Frontend("ipc:///nowhere", None), "policy", 4, 1.0)
 
     async def places(*, returns):
         found = []

@@ -13,8 +13,11 @@ from tests.loops import turns
 from jurybox.client import SessionLost, Timeout
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.server.frontend.arrivals import ArrivalTracker
+from jurybox.protocol.errors import Code, Refused
 from jurybox.server.frontend.coalescer import RequestCoalescer
+from jurybox.server.frontend.frontend import Frontend
+from jurybox.server.frontend.reserved import ReservedRows
+from jurybox.server.frontend.returns import Returns, WholeGroup
 from jurybox.server.gateway.robots.policy import RobotPolicy
 
 
@@ -31,7 +34,7 @@ class Port:
     def __init__(self, robots, fixed, by_row, gap, most=8, slow=0, away=0.0):
         self.away = away
         self.now = 0.0
-        self.arrivals = ArrivalTracker(most, clock=lambda: self.now)
+        self.arrivals = WholeGroup(most, clock=lambda: self.now)
         self.batches, self.events, self.order = [], [], 0
         self.waiting, self.computing, self.read = [], [], 0.0
         self.cost, self.gap, self.most = (fixed, by_row), gap, most
@@ -127,7 +130,7 @@ def test_a_lone_robot_does_not_wait_and_slow_robots_delay_no_other():
 
 def test_clients_that_stay_away_are_waited_for_once_and_not_longer_than_a_batch_costs():
     now = [0.0]
-    arrivals = ArrivalTracker(8, clock=lambda: now[0])
+    arrivals = WholeGroup(8, clock=lambda: now[0])
     for rows in (1, 8, 1, 8):
         arrivals.took(rows, 0.02)
     assert arrivals.fixed == pytest.approx(0.02)
@@ -161,7 +164,7 @@ def test_clients_that_stay_away_are_waited_for_once_and_not_longer_than_a_batch_
 
 def test_engines_get_their_parts_of_the_robots():
     now = [0.0]
-    arrivals = ArrivalTracker(8, engines=2, clock=lambda: now[0])
+    arrivals = WholeGroup(8, engines=2, clock=lambda: now[0])
     for rows in (1, 8, 1, 8):
         arrivals.took(rows, 0.02)
     for _ in range(2):
@@ -205,7 +208,7 @@ def rows(value, dtype="float32"):
 async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over():
     lane, held, taken = Lane(), [], []
 
-    class Gathering:
+    class Gathering(Returns):
         waits_left = [60.0] * 2 + [0.0] + [0.05, 0.05, 0.0]  # while one, two and three have come; then for nobody
 
         def wait(self, waiting, computing):
@@ -213,13 +216,13 @@ async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over()
             return self.waits_left.pop(0)
 
         def went(self, waits):
-            self.waits = waits
+            self.waits = waits()
 
         def took(self, rows, seconds):
             taken.append(rows)
 
     gathering = Gathering()
-    together = RequestCoalescer(lane, 8, gathering=gathering)
+    together = RequestCoalescer(lane, 8, returns=gathering)
     asking = []
     for value in (1, 2, 3):
         assert not lane.tickets
@@ -237,17 +240,11 @@ async def test_a_ticket_is_held_back_until_all_have_come_or_their_time_is_over()
 async def test_a_request_whose_caller_left_is_not_sent_and_a_full_ticket_does_not_wait():
     lane = Lane()
 
-    class Gathering:
+    class Gathering(Returns):
         def wait(self, waiting, computing):
             return 60.0
 
-        def went(self, waits):
-            pass
-
-        def took(self, rows, seconds):
-            pass
-
-    together = RequestCoalescer(lane, 8, gathering=Gathering())
+    together = RequestCoalescer(lane, 8, returns=Gathering())
     gone = asyncio.ensure_future(together.ask(rows(9), 1, 60.0, 0))
     await turns()
     gone.cancel()
@@ -261,41 +258,82 @@ async def test_a_request_whose_caller_left_is_not_sent_and_a_full_ticket_does_no
 async def test_rows_made_for_an_earlier_dtype_never_become_rows_of_another():
     lane = Lane()
 
-    class Gathering:
+    class Gathering(Returns):
         def wait(self, waiting, computing):
             return 0.0 if waiting == 2 else 0.05
 
-        def went(self, waits):
-            pass
-
-        def took(self, rows, seconds):
-            pass
-
     for gathering in (None, Gathering()):
-        together = RequestCoalescer(lane, 8, gathering=gathering)
+        together = RequestCoalescer(lane, 8, returns=gathering)
         await asyncio.gather(together.ask(rows(1), 1, 60.0, 0), together.ask(rows(2, "uint8"), 1, 60.0, 0))
         assert {str(ticket.dtype) for ticket in lane.tickets if 2 in ticket} == {"uint8"}
         lane.tickets.clear()
 
 
+class Lanes:
+    """Lanes whose only one answers with what it is given, after its errors were raised."""
+
+    def __init__(self, *answers, state=True):
+        self.answers, self.reserved, self.asked = list(answers), 0, []
+        self._state = object() if state else None
+
+    async def reserve(self, name, rows, seconds, returns, priority):
+        self.reserved += 1
+        model = SimpleNamespace(spec=SPEC)
+        self.held = SimpleNamespace(model=model, spec=SPEC, sessions=self._state, retired=False)
+        return self.held
+
+    async def ask_sessions(self, held, inputs, sessions, begin, seconds, version, client):
+        self.asked.append((sessions, begin))
+        if isinstance(answer := self.answers.pop(0), Exception):
+            held.retired = getattr(answer, "code", None) == Code.STALE_LEASE
+            raise answer
+        return {"y": np.full((1, 2), answer)}, 7
+
+    async def ask(self, held, inputs, n, seconds, version, client):
+        return await self.ask_sessions(held, inputs, [client], [True], seconds, version, client)
+
+
+OBSERVATION = {"x": np.zeros(2, np.float32)}
+
+
+def policy_on(lanes):
+    policy = RobotPolicy(Frontend("ipc:///nowhere", None), "m", 2, 1.0)
+    policy._rows = ReservedRows(lanes, "m", 2, 1.0)
+    return policy
+
+
 async def test_an_episode_does_not_continue_after_a_late_answer():
     """Its ticket may be in time for the other robots in it, so that the step is taken."""
-    answers = [0.0, Timeout("too late"), 3.0]
-
-    class Coalescer:
-        async def ask(self, inputs, n, seconds, version, sessions):
-            if isinstance(answer := answers.pop(0), Exception):
-                raise answer
-            return {"y": np.full((1, 2), answer)}, 7
-
-    policy = RobotPolicy("ipc:///nowhere", "m", 2, 1.0)
-    policy._model, policy._sessions = SimpleNamespace(spec=SPEC), object()
-    policy._spec, policy._coalescer = SPEC, Coalescer()
-    observation = {"x": np.zeros(2, np.float32)}
-    await policy.ask(observation, 0, begins=True)
+    policy = policy_on(Lanes(0.0, Timeout("too late"), 3.0))
+    await policy.ask(OBSERVATION, 0, begins=True)
     with pytest.raises(Timeout):
-        await policy.ask(observation, 0, begins=False)
+        await policy.ask(OBSERVATION, 0, begins=False)
     for _ in range(2):
         with pytest.raises(SessionLost, match="begin another episode"):
-            await policy.ask(observation, 0, begins=False)
-    assert (await policy.ask(observation, 0, begins=True))["y"][0] == 3.0
+            await policy.ask(OBSERVATION, 0, begins=False)
+    assert (await policy.ask(OBSERVATION, 0, begins=True))["y"][0] == 3.0
+
+
+@pytest.mark.parametrize("state", [True, False])
+async def test_rows_that_were_taken_back_cost_an_episode_its_state_and_others_nothing(state):
+    lanes = Lanes(
+        Refused("taken back", Code.STALE_LEASE), 1.0, Refused("taken back", Code.STALE_LEASE), 2.0, state=state
+    )
+    policy = policy_on(lanes)
+    assert (await policy.ask(OBSERVATION, 1, begins=True))["y"][0] == 1.0
+    assert lanes.reserved == 2
+    if state:
+        with pytest.raises(SessionLost, match="begin another episode"):
+            await policy.ask(OBSERVATION, 1, begins=False)
+    assert (await policy.ask(OBSERVATION, 1, begins=state))["y"][0] == 2.0
+    assert lanes.reserved == 3
+
+
+async def test_a_model_that_was_loaded_again_with_another_spec_gets_another_lane():
+    lanes = Lanes(1.0, 2.0)
+    lanes.retire = lambda held: setattr(held, "retired", True)
+    policy = policy_on(lanes)
+    await policy.ask(OBSERVATION, 0, begins=True)
+    lanes.held.model.spec = SPEC.__class__("m", SPEC.inputs, SPEC.outputs)
+    await policy.ask(OBSERVATION, 0, begins=True)
+    assert lanes.reserved == 2

@@ -3,7 +3,7 @@
 A ticket costs the gateway, the engine and the kernel the same regardless of its number of rows. Therefore rows of
 different requests share tickets: while one ticket per engine is in flight, the requests that arrive form the next one.
 A single request is sent immediately. Rows of different sessions of a stateful model share tickets in the same way. If
-`Gathering` or `ReturnTracker` predicts that more requests are about to arrive, the next ticket waits for them.
+a rule of returns.py predicts that more requests are about to arrive, the next ticket waits for them.
 
 Every caller gets an answer: an exception on the lane is raised to all requests of the ticket, and the lane is given
 up, because its rows may be lost.
@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,8 +27,7 @@ from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
-from jurybox.server.frontend.returns import BRIEF, ReturnTracker
-from jurybox.server.security.access import ClientConnection
+from jurybox.server.frontend.returns import BRIEF, QuickHalf, Returns
 from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
 
 Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
@@ -54,7 +54,7 @@ class _WaitingRows:
     until: float
     answer: Receiver
     sessions: Mapping[int, bool] | None
-    client: ClientConnection | None = None
+    client: Any = None
     queued: bool = True  # whether no ticket has it yet
 
 
@@ -138,27 +138,6 @@ class _PendingTicket:
             self._looking.cancel()
 
 
-class Gathering(Protocol):
-    """A prediction of which requests are about to arrive, and so whether the next ticket should wait for them."""
-
-    def wait(self, waiting: int, computing: int) -> float:
-        """Return the seconds for which the next ticket should still wait.
-
-        Args:
-            waiting: requests that wait to be sent.
-            computing: requests in flight.
-        """
-        ...
-
-    def went(self, waits: Sequence[float]) -> None:
-        """Record that a ticket was sent; `waits` are the seconds that each of its requests waited."""
-        ...
-
-    def took(self, rows: int, seconds: float) -> None:
-        """Record that a ticket of `rows` rows was answered after `seconds`."""
-        ...
-
-
 class RequestCoalescer:
     """Coalesces the requests of one lane. Use it in one event loop only.
 
@@ -168,7 +147,7 @@ class RequestCoalescer:
         broken: called when the lane must no longer be used for rows.
         idle: called when no request waits or is in flight.
         sessions: the sessions of a stateful model; None: the model keeps no state.
-        gathering: consulted before every ticket that is not full.
+        returns: consulted before every ticket that is not full; None: `QuickHalf`.
         engines: the number of engines that answer this lane; each is sent a ticket before another waits.
         expired: called for every request that was not answered in time.
         pace: shared with other lanes, to which a ticket with large answers leaves as much time as it took.
@@ -181,7 +160,7 @@ class RequestCoalescer:
         broken: Callable[[], None] = lambda: None,
         idle: Callable[[], None] = lambda: None,
         sessions: Sessions | None = None,
-        gathering: Gathering | None = None,
+        returns: Returns | None = None,
         engines: int = 1,
         expired: Callable[[], None] = lambda: None,
         pace: WorkPace | None = None,
@@ -189,7 +168,7 @@ class RequestCoalescer:
         self._model = model
         self._breaks = Breaks(pace or WorkPace(), self._go_on)
         self._expired = expired
-        self._gathering = gathering
+        self._returns = returns or QuickHalf()
         self._most_in_flight = _IN_FLIGHT * engines
         self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
         self._rooms: list[dict[str, Any]] = []  # buffers in which rows were joined, to reuse for the next ticket
@@ -201,8 +180,7 @@ class RequestCoalescer:
         self._unread = f"the answer of model {model.name!r} could not be read"
         self._waiting: deque[_WaitingRows] = deque()
         self._in_flight: dict[asyncio.Task[None] | _PendingTicket, list[_WaitingRows]] = {}
-        self._plain = sessions is None and gathering is None and not model.spec.open
-        self._returning = ReturnTracker()
+        self._plain = sessions is None and not model.spec.open
         self._called = False
         self._dropped = 0  # requests that are in the queue although they were dropped
 
@@ -212,12 +190,19 @@ class RequestCoalescer:
         return bool(self._in_flight or self._waiting)
 
     async def ask(
-        self, inputs: Arrays, n: int, seconds: float, version: int, sessions: Mapping[int, bool] | None = None
+        self,
+        inputs: Arrays,
+        n: int,
+        seconds: float,
+        version: int,
+        sessions: Mapping[int, bool] | None = None,
+        client: Any = None,
     ) -> tuple[Arrays, int]:
         """Compute n rows, at most `most`; return the outputs by name (views of the ticket's) and the weights' version.
 
         Args:
             sessions: for a stateful model, the session of each row, in order, and whether it begins.
+            client: as in `put`.
 
         Raises:
             SessionLost: the sessions in its `sessions` have lost their state; nothing was computed.
@@ -225,7 +210,7 @@ class RequestCoalescer:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Arrays, int]] = loop.create_future()
-        put = self.put(inputs, n, seconds, version, answer, sessions)
+        put = self.put(inputs, n, seconds, version, answer, sessions, client)
         try:
             return await answer
         finally:
@@ -239,22 +224,23 @@ class RequestCoalescer:
         version: int,
         answer: Receiver,
         sessions: Mapping[int, bool] | None = None,
-        client: ClientConnection | None = None,
+        client: Any = None,
     ) -> Put:
         """Queue n rows as `ask` does, and deliver the result to `answer`. Call `over` of what is returned afterwards.
 
         Args:
-            client: the connection that sent the request and has no other request in flight; None: unknown. If it is
-                the only active one for a while, `answer` may be set before this returns.
+            client: who sent the request and has no other request in flight, as `returns` knows it: a connection
+                (`QuickHalf`); None: unknown. If it is the only active one for a while, `answer` may be set before this
+                returns.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         self._breaks.heard()
-        late = loop.call_later(seconds, self._expire, answer, seconds)
         request = _WaitingRows(inputs, n, version, now, now + seconds, answer, sessions, client)
+        late = loop.call_later(seconds, self._expire, request)
         self._waiting.append(request)
-        if self._returning.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
+        if self._returns.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
             pass  # the ticket that waits for more requests includes it
-        elif self._returning.alone and self._may_send() and not self._called:
+        elif self._returns.alone and self._may_send() and not self._called:
             self._send()
         elif not self._called and self._may_send():
             # Not immediately: requests that arrive in the same iteration of the loop share the ticket.
@@ -271,11 +257,6 @@ class RequestCoalescer:
         if self._dropped > max(_FEW, len(self._waiting) // 2):
             self._waiting = deque(one for one in self._waiting if one.queued)
             self._dropped = 0
-
-    def look_again(self) -> None:
-        """Reconsider the wait for more requests: those expected may no longer come."""
-        if self._gathered is not None:
-            self._send()
 
     def give_up(self, error: Error) -> None:
         """Fail all requests that wait or are in flight."""
@@ -302,11 +283,17 @@ class RequestCoalescer:
         self.give_up(Refused(f"{self._unread}: {said(error)}", Code.STALE_LEASE))
         self._broken()
 
-    def _expire(self, answer: Receiver, seconds: float) -> None:
-        if answer.done():
+    def left(self, client: Any) -> None:
+        """Note that a client is gone: the next ticket does not wait for it."""
+        self._returns.left(client)
+        if self._gathered is not None:
+            self._send()
+
+    def _expire(self, request: _WaitingRows) -> None:
+        if request.answer.done():
             return
         self._expired()
-        answer.set_exception(Timeout(self._late(seconds)))
+        self._refuse(request, Timeout(self._late(request.until - request.arrived)))
         for task, batch in self._in_flight.items():
             if all(request.answer.done() for request in batch):
                 asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
@@ -321,11 +308,11 @@ class RequestCoalescer:
             self._lose(TimeoutError("its ticket did not end"))
 
     def _may_send(self) -> bool:
-        """Return whether another ticket may be sent. A full one may exceed the limit by one if `gathering` is set."""
+        """Return whether another ticket may be sent. A full one may exceed the limit by one, if `returns` say so."""
         if self._breaks.resting:
             return False
         free = self._most_in_flight - len(self._in_flight)
-        return free > 0 or (self._gathering is not None and free == 0 and len(self._waiting) >= self._most)
+        return free > 0 or (self._returns.sends_ahead and free == 0 and len(self._waiting) >= self._most)
 
     def _send(self) -> None:
         self._called = False
@@ -333,20 +320,14 @@ class RequestCoalescer:
             self._gathered.cancel()
             self._gathered = None
         while self._waiting and self._may_send():
-            if self._gathering is not None and len(self._waiting) < self._most:
+            if len(self._waiting) < self._most:
                 computing = sum(map(len, self._in_flight.values()))
-                if (wait := self._gathering.wait(len(self._waiting), computing)) > 0:
+                if (wait := self._returns.wait(len(self._waiting), computing)) > 0:
                     self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
                     return
-            full = len(self._waiting) >= self._most
-            if self._plain and not full and (wait := self._returning.wait(len(self._waiting))) > 0:
-                self._gathered = asyncio.get_running_loop().call_later(wait, self._send)
-                return
             batch = self._take()
             if batch:
-                if self._gathering is not None:
-                    now = time.monotonic()
-                    self._gathering.went([now - request.arrived for request in batch])
+                self._returns.went(partial(_waits, batch))
                 if not (self._plain and self._send_without_task(batch)):
                     self._begin(self._answer(batch), batch)
         if not self.busy:
@@ -360,7 +341,7 @@ class RequestCoalescer:
     def _send_without_task(self, batch: list[_WaitingRows]) -> bool:
         """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
         until, began = max(request.until for request in batch), time.monotonic()
-        brief = BRIEF if not self._waiting and self._returning.may_block(len(batch)) else 0.0
+        brief = BRIEF if not self._waiting and self._returns.may_block(len(batch)) else 0.0
         try:
             parts = [(request.inputs, request.n) for request in batch]
             ticket = self._model.submit_parts(parts, int(until * 1e9), batch[0].version, brief)
@@ -374,7 +355,7 @@ class RequestCoalescer:
             self._leave_time(ticket[0], began)
             return True
         if brief:
-            self._returning.blocked_in_vain()
+            self._returns.blocked_in_vain()
         sent = _PendingTicket(self, ticket, until, began)
         self._in_flight[sent] = batch
         sent.look()
@@ -395,7 +376,7 @@ class RequestCoalescer:
 
     def _record(self, batch: list[_WaitingRows], began: float) -> None:
         """Record how long a ticket took that was sent without a task."""
-        self._returning.took(sum(request.n for request in batch), time.monotonic() - began)
+        self._returns.took(sum(request.n for request in batch), time.monotonic() - began)
 
     def _on_answer(self, sent: _PendingTicket) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
@@ -422,8 +403,8 @@ class RequestCoalescer:
         at = 0
         for request in batch:
             end = at + request.n
-            self._returning.answered(request.client)
             if not (answer := request.answer).done():
+                self._returns.answered(request.client)
                 copied = isinstance(answer, asyncio.Future)
                 part = {name: rows[at:end].copy() if copied else rows[at:end] for name, rows in outputs.items()}
                 try:
@@ -490,7 +471,7 @@ class RequestCoalescer:
             if not (mine := [number for number in request.sessions or () if number in lost.sessions]):
                 rest.append(request)
             elif not request.answer.done():
-                request.answer.set_exception(SessionLost(str(lost), sessions=mine))
+                self._refuse(request, SessionLost(str(lost), sessions=mine))
         if len(rest) < len(batch):
             if rest := [request for request in rest if not request.answer.done()]:
                 await self._answer(rest)
@@ -502,13 +483,11 @@ class RequestCoalescer:
         first, began, room = batch[0], time.monotonic(), None
         if len(batch) == 1 or ticket is not None:
             inputs: Arrays = first.inputs
-        elif self._gathering is not None:
+        else:
             room = self._rooms.pop() if self._rooms else {}
             inputs = {
                 name: self._joined_in(room, name, [request.inputs[name] for request in batch]) for name in first.inputs
             }
-        else:
-            inputs = {name: _joined([request.inputs[name] for request in batch]) for name in first.inputs}
         seconds = max(request.until for request in batch) - time.monotonic()
         failed: Mapping[int, str] = {}
         try:
@@ -531,8 +510,8 @@ class RequestCoalescer:
         came = time.monotonic()
         if room is not None:
             self._rooms.append(room)  # not after an error: it may still be read
-        if self._gathering is not None:
-            self._gathering.took(sum(request.n for request in batch), came - began)
+        if ticket is None:  # else it is recorded already
+            self._returns.took(sum(request.n for request in batch), came - began)
         outputs = computed if len(self._outputs) > 1 else {self._outputs[0]: computed}
         at = 0
         for request in batch:
@@ -540,6 +519,7 @@ class RequestCoalescer:
             if not request.answer.done():
                 part = {name: array[at:end] for name, array in outputs.items()}
                 mine = {row - at: reason for row, reason in failed.items() if at <= row < end} if failed else {}
+                self._returns.answered(request.client)
                 if mine:
                     request.answer.set_exception(row_failed(self._model.name, mine, request.n, shaped(part), version))
                 else:
@@ -548,13 +528,14 @@ class RequestCoalescer:
         self._leave_time(outputs, came)
 
     def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
-        """Concatenate as `_joined` does, in a reused buffer: for images, new pages cost more than the copy."""
+        """Concatenate rows of several requests in a reused buffer: for images, new pages cost more than the copy."""
         if type(parts[0]) is list:
-            return _joined(parts)
+            return [row for part in parts for row in part]
         rows, kept = sum(map(len, parts)), room.get(name)
         first = parts[0]
         if kept is None or len(kept) < rows or kept.shape[1:] != first.shape[1:] or kept.dtype != first.dtype:
             kept = room[name] = np.empty((max(rows, self._most), *first.shape[1:]), first.dtype)
+        # No casting: the model may have been reloaded with another dtype since these rows were read.
         return np.concatenate(parts, out=kept[:rows], casting="no")
 
     def _fail(self, batch: list[_WaitingRows], error: Error) -> None:
@@ -563,9 +544,19 @@ class RequestCoalescer:
             if request.answer.done():
                 continue
             if due >= request.until:  # the ticket ended just before the request's own timer
-                request.answer.set_exception(Timeout(f"{self._late(request.until - request.arrived)}: {error}"))
+                self._refuse(request, Timeout(f"{self._late(request.until - request.arrived)}: {error}"))
             else:
-                request.answer.set_exception(error)
+                self._refuse(request, error)
+
+    def _refuse(self, request: _WaitingRows, error: Error) -> None:
+        self._returns.answered(request.client)
+        request.answer.set_exception(error)
+
+
+def _waits(batch: list[_WaitingRows]) -> list[float]:
+    """Return the seconds that each request has waited."""
+    now = time.monotonic()
+    return [now - request.arrived for request in batch]
 
 
 def _size(outputs: Arrays) -> int:
@@ -581,11 +572,3 @@ def _share_session(request: _WaitingRows, batch: list[_WaitingRows]) -> bool:
     if request.sessions is None:
         return False
     return any(other.sessions is not None and request.sessions.keys() & other.sessions.keys() for other in batch)
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Concatenate the rows of several requests."""
-    if type(parts[0]) is list:
-        return [row for part in parts for row in part]
-    # No casting: the model may have been reloaded with another dtype since these rows were read.
-    return np.concatenate(parts, dtype=parts[0].dtype, casting="no")

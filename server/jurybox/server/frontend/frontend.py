@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jurybox.client import Server
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Lanes, ModelLane
 from jurybox.server.frontend.panels import Panels, voted
 from jurybox.server.frontend.readiness import SelfTest
 from jurybox.server.frontend.requests import RowsReply, RowsRequest
+from jurybox.server.frontend.reserved import ReservedRows
 from jurybox.server.frontend.sequences import IDLE, NoSession, Sequences, SequenceTurn
 from jurybox.server.frontend.source import StatusSource
 from jurybox.server.security.limits import room_for_answer
@@ -74,6 +76,17 @@ class Frontend:
             ModelNotFound, ModelFailed, Refused, Busy, ServerGone.
         """
         return (await self.lanes.hold_soon(model, min(until - SOON, time.monotonic() + MOMENT))).spec
+
+    def reserved(
+        self,
+        model: str,
+        places: int,
+        timeout: float,
+        waited: Callable[[Sequence[float]], None] = lambda waits: None,
+        priority: int = NORMAL,
+    ) -> ReservedRows:
+        """Return rows that one door keeps for its clients; see `ReservedRows`."""
+        return ReservedRows(self.lanes, model, places, timeout, waited, priority)
 
     async def call(self, action: Callable[[Server], T]) -> T:
         """Run a blocking function of the connection, such as loading a model, in a thread, and return its result."""

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jurybox.client import Busy, Model, Server, Timeout, connect
 from jurybox.client.lane import row_failed
@@ -25,6 +25,7 @@ from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
 from jurybox.server.frontend.coalescer import Arrays, RequestCoalescer
+from jurybox.server.frontend.returns import Returns
 from jurybox.server.security.pace import WorkPace
 
 T = TypeVar("T")
@@ -49,7 +50,9 @@ class ModelLane:
         sessions: for a stateful model, one session for each row; else None. `free` are those without a sequence.
     """
 
-    def __init__(self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes, key: _Key) -> None:
+    def __init__(
+        self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes, key: _Key, returns: Returns | None = None
+    ) -> None:
         self.model = model
         self.key = key
         self.spec: ModelSpec = model.spec
@@ -71,6 +74,7 @@ class ModelLane:
             lambda: lanes.retire(self),
             lambda: lanes.let_go(self),
             self.sessions,
+            returns,
             engines=self.engines,
             expired=lambda: lanes.timeouts.update([self.spec.name]),
             pace=lanes.pace,
@@ -124,6 +128,7 @@ class Lanes:
         self._server: Server | None = None
         self._held: dict[_Key, ModelLane] = {}
         self._holding: dict[_Key, asyncio.Future[ModelLane]] = {}
+        self._reserved: dict[ModelLane, None] = {}
 
     async def hold(self, name: str, *, trying: bool = False, priority: int = NORMAL) -> ModelLane:
         """Return the lane of a model; lease it first if there is none.
@@ -176,12 +181,33 @@ class Lanes:
         held = self._held.get((name, NORMAL))
         return None if held is None or held.makeshift else held
 
-    async def ask(self, held: ModelLane, inputs: Arrays, n: int, seconds: float, version: int) -> tuple[Arrays, int]:
+    async def reserve(
+        self, name: str, rows: int, seconds: float, returns: Callable[[Model], Returns], priority: int = NORMAL
+    ) -> ModelLane:
+        """Lease a lane for one door: rows of clients that keep them whether they ask or not. `retire` gives it back.
+
+        Args:
+            rows: one for each client; a model without state gives half of its arena at most, and they share them.
+            seconds: to wait for a model that is loading, and for the rows.
+            returns: returns the rule for whom its tickets wait.
+
+        Raises:
+            Busy, ModelNotFound, ModelFailed, Refused, Timeout, ServerGone.
+        """
+        model, leased = await self.call(lambda server: _reserved(server, name, rows, seconds, priority))
+        held = ModelLane(model, leased, makeshift=False, lanes=self, key=(name, priority), returns=returns(model))
+        self._reserved[held] = None
+        return held
+
+    async def ask(
+        self, held: ModelLane, inputs: Arrays, n: int, seconds: float, version: int, client: Any = None
+    ) -> tuple[Arrays, int]:
         """Compute n rows; more than a batch holds are sent in pieces, possibly computed by several weights versions.
 
         Args:
             inputs: an array of shape (n, *row shape) for every input of the spec.
             version: the weights version; 0: the newest.
+            client: who sent it; see `RequestCoalescer.put`.
 
         Returns:
             An array of shape (n, *row shape) for every output, and the weights version, the oldest of all pieces.
@@ -192,11 +218,18 @@ class Lanes:
         """
         with held:
             if n <= held.model.max_batch:  # computed by one version, even if the lane has fewer rows
-                return await held.coalescer.ask(inputs, n, seconds, version)
+                return await held.coalescer.ask(inputs, n, seconds, version, None, client)
             return await self._in_pieces(held, inputs, n, time.monotonic() + seconds, version)
 
     async def ask_sessions(
-        self, held: ModelLane, inputs: Arrays, sessions: list[int], begin: list[bool], seconds: float, version: int
+        self,
+        held: ModelLane,
+        inputs: Arrays,
+        sessions: list[int],
+        begin: list[bool],
+        seconds: float,
+        version: int,
+        client: Any = None,
     ) -> tuple[Arrays, int]:
         """Compute one row of each session, as `ask` does.
 
@@ -205,7 +238,7 @@ class Lanes:
         """
         begins = dict(zip(sessions, begin, strict=True))
         with held:
-            return await held.coalescer.ask(inputs, len(sessions), seconds, version, begins)
+            return await held.coalescer.ask(inputs, len(sessions), seconds, version, begins, client)
 
     async def exchange_state(
         self, held: ModelLane, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
@@ -267,6 +300,7 @@ class Lanes:
         if held.retired:
             return
         held.retired = True
+        self._reserved.pop(held, None)
         if self._held.get(held.key) is held:
             del self._held[held.key]
         why = f"the lane of {held.spec.name!r} was taken back: ask again"
@@ -281,17 +315,18 @@ class Lanes:
 
     def doubt(self) -> None:
         """Handle an exception where answers are received: any request may be affected."""
-        for held in list(self._held.values()):
+        for held in (*self._held.values(), *self._reserved):
             held.coalescer.doubt()
 
     def give_up(self, error: Error) -> None:
         """Fail all requests that wait or are in flight."""
-        for held in self._held.values():
+        for held in (*self._held.values(), *self._reserved):
             held.coalescer.give_up(error)
 
     def close(self) -> None:
         """Release all lanes."""
         self._held.clear()
+        self._reserved.clear()
         self._thread.submit(self._disconnect)
         self._thread.shutdown(wait=False)
 
@@ -389,3 +424,12 @@ class Lanes:
             server, self._server = self._server, None
         if server is not None:
             server.close()
+
+
+def _reserved(server: Server, name: str, rows: int, seconds: float, priority: int) -> tuple[Model, int]:
+    """Lease rows for all clients of a door, and return the model with their number; called in a thread."""
+    with server.model(name, rows=1, timeout=seconds, priority=priority) as one:  # waits for a model that is loading
+        state = bool(one.spec.state)
+    if not state:
+        rows = min(rows, max(1, server.describe(name).arena_rows // 2))
+    return server.model(name, rows=rows, timeout=seconds, priority=priority), rows  # a stateful one may need all

@@ -74,7 +74,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
 
             routes = applications(orders["dialects"], orders["address"], log, doors, frontend.lanes.timeouts)
             routers.append(routes.paths)
-        robots = _robot_doors(orders, access, doors, budget, turns)
+        robots = _robot_doors(orders, frontend, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}
         app = create_app(source, frontend.reasons, routers, counters, frontend.lanes.timeouts, budget, turns)
         http = None
@@ -177,15 +177,15 @@ def _grpc_server(
 
 
 def _robot_doors(
-    orders: dict[str, Any], access: Access, doors: Doors, budget: native.Budget, turns: Turns
+    orders: dict[str, Any], frontend: Frontend, access: Access, doors: Doors, budget: native.Budget, turns: Turns
 ) -> dict[str, RobotDoor]:
     if not (robots := orders.get("robots")):
         return {}
     from jurybox.server.gateway.robots.door import door
 
-    where, http2 = orders["address"], orders.get("grpc_http2", "auto")
+    http2 = orders.get("grpc_http2", "auto")
     return {
-        name: door(name, {**settings, "grpc_http2": http2}, where, access, doors, budget, turns)
+        name: door(name, {**settings, "grpc_http2": http2}, frontend, access, doors, budget, turns)
         for name, settings in robots.items()
     }
 

@@ -22,7 +22,7 @@ from jurybox.client.transports.shm import ShmTransport
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.row_frames import PlainFrames
 from jurybox.server.frontend.lanes import Lanes, ModelLane
-from jurybox.server.frontend.returns import BRIEF, ReturnTracker
+from jurybox.server.frontend.returns import BRIEF, QuickHalf
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
@@ -91,7 +91,7 @@ class DirectLane:
         self._row_bytes = sum(spec.row_bytes for spec in held.spec.outputs.values())
         self._looking: asyncio.TimerHandle | None = None
         self._paused = 0.0
-        self._returning = ReturnTracker()
+        self._returning = QuickHalf()
         self._gathered: asyncio.TimerHandle | None = None  # sends the ticket that waits for more requests
         self._run = run = lane.take(lane.rows)
         assert run is not None

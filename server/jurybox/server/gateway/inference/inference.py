@@ -13,6 +13,7 @@ from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.wire import build_version
 from jurybox.server.frontend.frontend import Frontend, deadline, require_version
 from jurybox.server.frontend.lanes import ModelLane
+from jurybox.server.frontend.panels import TOTAL
 from jurybox.server.frontend.source import StatusSource
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.asked_rows import FINAL, AskedRows, wanted
@@ -173,7 +174,7 @@ class OpenInference:
             raise Refused(f"{request.model!r} is a panel: it has neither sequences nor a version", Code.UNSUPPORTED)
         if any(of_tensor(one.name, one.parameters)[0] is not None for one in request.outputs):
             raise Refused(f"{request.model!r} is a panel: its outputs do not go to shared memory", Code.UNSUPPORTED)
-        known = {models.TOTAL: None, **members}
+        known = {TOTAL: None, **members}
         names = [wanted.name for wanted in request.outputs] or list(known)
         if unlisted := [name for name in names if name not in known]:
             raise SpecMismatch(f"output {unlisted[0]!r} is not the panel's; there are {', '.join(known)}")

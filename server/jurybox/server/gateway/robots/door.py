@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from jurybox import native
 from jurybox.protocol.errors import Error, ModelFailed, said
+from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
 from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.access import Access
@@ -39,7 +40,7 @@ class RobotDoor:
     Args:
         name: name of the table [robots.NAME].
         settings: settings of that table; see jurybox.server.settings.
-        address: address of the Jurybox server.
+        frontend: of the process.
         access: token, TLS, and size of the largest message.
         doors: after they have closed, new requests are refused.
         budget: that of the process; None: one of the door's own.
@@ -60,7 +61,7 @@ class RobotDoor:
         self,
         name: str,
         settings: Mapping[str, Any],
-        address: str,
+        frontend: Frontend,
         access: Access,
         doors: Doors | None = None,
         budget: native.Budget | None = None,
@@ -73,7 +74,7 @@ class RobotDoor:
         self.doors = doors or Doors()
         self.counters = PortCounters()
         self.ended = asyncio.Event()
-        self.policy = RobotPolicy(address, settings["model"], settings["clients"], settings["timeout"], self.counters)
+        self.policy = RobotPolicy(frontend, settings["model"], settings["clients"], settings["timeout"], self.counters)
 
     @property
     def setting(self) -> str:
