@@ -470,26 +470,30 @@ class _Vote:
                 answer.set_exception(given)
                 return
             parts[name] = given
-        scores = Scores(
-            (self._total(parts, i) for i in range(self._asked.n)), [part.version for part in parts.values()]
-        )
-        scores.parts = {name: list(part) for name, part in parts.items()}
-        answer.set_result(scores)
+        answer.set_result(weighted(self._weights, parts, self._asked.n))
 
-    def _total(self, parts: Mapping[str, Scores], i: int) -> Scored:
-        total = 0.0
-        missing: list[tuple[str, str]] = []
-        for name, part in parts.items():
-            score = part[i]
-            if isinstance(score, str):
-                missing.append((name, score))
-            else:
-                total += self._weights[name] * score
-        if missing:
-            why = "; ".join(f"{name}: {reason}" for name, reason in missing)
-            passing = all(isinstance(reason, Passing) for _, reason in missing)
-            return Passing(why) if passing else why
-        return total if math.isfinite(total) else f"the total is {total}"
+
+def weighted(weights: Mapping[str, float], parts: Mapping[str, Scores], n: int) -> Scores:
+    """Return the scores of a panel, given those of its members for each of n rows: their sums by weight."""
+    scores = Scores((_total(weights, parts, i) for i in range(n)), [part.version for part in parts.values()])
+    scores.parts = {name: list(part) for name, part in parts.items()}
+    return scores
+
+
+def _total(weights: Mapping[str, float], parts: Mapping[str, Scores], i: int) -> Scored:
+    total = 0.0
+    missing: list[tuple[str, str]] = []
+    for name, part in parts.items():
+        score = part[i]
+        if isinstance(score, str):
+            missing.append((name, score))
+        else:
+            total += weights[name] * score
+    if missing:
+        why = "; ".join(f"{name}: {reason}" for name, reason in missing)
+        passing = all(isinstance(reason, Passing) for _, reason in missing)
+        return Passing(why) if passing else why
+    return total if math.isfinite(total) else f"the total is {total}"
 
 
 class _ScoreCall(CallRows):

@@ -270,10 +270,10 @@ class Model(forks.Closing):
     ) -> Ticket | Seen | None:
         """Send rows of several callers as one ticket; return None if that is not possible right now.
 
-        For gateways; only for stateless models with fixed shapes.
+        For gateways; only for stateless models whose outputs have fixed shapes.
 
         Args:
-            parts: for each caller, arrays by name, each (n, *row shape) of the spec's dtype, and their row count n.
+            parts: for each caller, inputs as for `infer`, of the spec's dtypes, and their row count n.
             deadline: ns of CLOCK_MONOTONIC.
             brief: seconds to wait for the answer, if no other ticket is in flight.
 

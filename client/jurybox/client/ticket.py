@@ -272,8 +272,16 @@ def send_parts(
     ticket. Their rows are free again, so read them before the lane is used.
     """
     at = first = run.first
+    codec, columns = lane.codec, lane.columns
     for arrays, n in parts:
-        for name, column in lane.columns.inputs.items():
+        if codec.spec.open:
+            given, there = codec.checked(arrays)
+            if there != n:
+                return None
+            codec.put(columns, given, 0, n, at)
+            at += n
+            continue
+        for name, column in columns.inputs.items():
             array = arrays[name]
             if array.dtype != column.dtype or array.shape != (n, *column.shape[1:]):
                 return None

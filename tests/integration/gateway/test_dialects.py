@@ -234,7 +234,7 @@ def test_decoding_pictures_reuses_memory(http, server):
 
 
 def test_exif_rotates_a_picture_before_it_is_scored():
-    from jurybox.server.gateway.dialects.intake import decoded
+    from jurybox.server.frontend.pictures import decoded
 
     tall = Image.fromarray(np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3))
     exif = Image.Exif()
@@ -251,7 +251,7 @@ def test_exif_rotates_a_picture_before_it_is_scored():
 
 def test_base64_is_accepted_with_and_without_its_prefix():
     from jurybox.protocol.errors import SpecMismatch
-    from jurybox.server.gateway.dialects.intake import encoded_bytes
+    from jurybox.server.frontend.pictures import encoded_bytes
 
     text = base64.b64encode(picture(51)).decode()
     assert encoded_bytes(text) == encoded_bytes(f"data:image;base64,{text}") == picture(51)

@@ -20,8 +20,10 @@ from jurybox import native
 from jurybox.client.juror import Scores as Found
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused, SpecMismatch
+from jurybox.server.frontend import pictures
+from jurybox.server.frontend.pictures import decoded, encoded_bytes
+from jurybox.server.frontend.threads import WORKERS, ThreadPool
 from jurybox.server.gateway.dialects import intake
-from jurybox.server.gateway.dialects.intake import ThreadPool, decoded, encoded_bytes
 from jurybox.server.gateway.dialects.json_dialects import parsed
 from jurybox.server.security.limits import HTTP, OF_REQUEST, RECEIVED, Charge, budget_of
 
@@ -42,28 +44,12 @@ def test_a_thread_returns_or_raises_what_its_function_does():
     asyncio.run(go())
 
 
-def test_requests_that_wait_for_engines_leave_as_many_threads_as_there_were():
-    """A lone request of each dialect may wait for an engine that hangs; pictures are decoded all the same."""
-    over = threading.Event()
-
-    async def go() -> None:
-        pool = ThreadPool(5)
-        waiting = [asyncio.create_task(pool.run(over.wait, 60)) for _ in range(5)]
-        await asyncio.sleep(0)
-        meet = threading.Barrier(intake._WORKERS)
-        await asyncio.wait_for(asyncio.gather(*(pool.run(meet.wait, 30) for _ in range(intake._WORKERS))), 40)
-        over.set()
-        assert all(await asyncio.gather(*waiting))
-
-    asyncio.run(go())
-
-
 def test_abandoned_work_is_not_begun():
     over, begun = threading.Event(), []
 
     async def go() -> None:
         pool = ThreadPool()
-        busy = [asyncio.create_task(pool.run(over.wait, 60)) for _ in range(intake._WORKERS)]
+        busy = [asyncio.create_task(pool.run(over.wait, 60)) for _ in range(WORKERS)]
         late = asyncio.create_task(pool.run(begun.append, 1))
         await turns()
         late.cancel()
@@ -161,8 +147,8 @@ def test_memory_that_is_no_picture_of_that_size_is_not_read():
             native.drop_fourth(*wrong)
 
 
-class _Juror:
-    """A juror that has connected to a model with one picture; it scores the sizes of what it gets."""
+class _RowScorer:
+    """A scorer that knows its model, with one picture."""
 
     def __init__(self, shape=(8, 8, 3)):
         self.spec = ModelSpec(
@@ -170,23 +156,14 @@ class _Juror:
             {"image": TensorSpec("uint8", shape, 1 << 26 if shape[0] < 0 else 0)},
             {"score": TensorSpec("float32", ())},
         )
-        self.got = []
 
-    def scores_here(self, columns, n):
-        return None
-
-    def ask(self, columns, n):
-        self.got += [image.shape for image in columns["image"]]
-
-        async def answer():
-            return Found([1.0] * n, [7])
-
-        return answer
+    async def scores(self, columns, n):
+        return Found([1.0] * n, [7])
 
 
 def _intake(monkeypatch, shape, size=None):
-    monkeypatch.setattr(intake, "Juror", lambda **_: _Juror(shape))
-    return intake.Intake(ThreadPool(), "", size=size, model="m")
+    monkeypatch.setattr(intake, "RowScorer", lambda *_, **__: _RowScorer(shape))
+    return intake.Intake(None, ThreadPool(), size=size, model="m")
 
 
 def _png(width, height):
@@ -205,13 +182,13 @@ def test_pictures_that_are_larger_than_a_request_may_be_are_not_decoded(monkeypa
     def decode(*_):
         raise AssertionError("a picture was decoded")
 
-    monkeypatch.setattr(intake, "_rgb", decode)
+    monkeypatch.setattr(pictures, "_rgb", decode)
     budget = budget_of(8 << 20)  # 32 MiB for one connection
     account = native.Account(budget, HTTP)
 
-    async def go(pictures):
+    async def go(given):
         OF_REQUEST.set(Charge(budget, account))
-        return await _intake(monkeypatch, shape, size).rows(intake.Request({}, len(pictures), {"image": pictures}))
+        return await _intake(monkeypatch, shape, size).rows(intake.Request({}, len(given), {"image": given}))
 
     bombs = [_png(4096, 4096)] * 40
     if shape[0] == 8 and size is None:
@@ -237,13 +214,13 @@ def test_decoded_pictures_are_counted_until_the_answer(monkeypatch):
     async def go(n):
         OF_REQUEST.set(Charge(budget, account))
         taken = _intake(monkeypatch, (-1, -1, 3))
-        ask = taken._juror.ask
+        ask = taken._scorer.scores
 
         def asked(columns, rows):
             held.append(account.held(RECEIVED))
             return ask(columns, rows)
 
-        taken._juror.ask = asked
+        taken._scorer.scores = asked
         return await taken.rows(intake.Request({}, n, {"image": [picture] * n}))
 
     assert list(asyncio.run(go(5))) == [1.0] * 5

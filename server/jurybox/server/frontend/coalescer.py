@@ -180,7 +180,7 @@ class RequestCoalescer:
         self._unread = f"the answer of model {model.name!r} could not be read"
         self._waiting: deque[_WaitingRows] = deque()
         self._in_flight: dict[asyncio.Task[None] | _PendingTicket, list[_WaitingRows]] = {}
-        self._plain = sessions is None and not model.spec.open
+        self._plain = sessions is None and not any(output.variable for output in model.spec.outputs.values())
         self._called = False
         self._dropped = 0  # requests that are in the queue although they were dropped
 

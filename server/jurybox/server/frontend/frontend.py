@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jurybox.client import Server
+from jurybox.client import Busy, Server, Timeout
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
@@ -27,6 +27,7 @@ from jurybox.server.security.limits import room_for_answer
 T = TypeVar("T")
 
 _TRIES = 3  # lanes on which a request is tried if they are revoked one after another
+_AGAIN = 0.05  # seconds between two looks at a model that is loading
 _GONE = (Code.STALE_LEASE, Code.SERVER_GONE)
 
 
@@ -69,13 +70,17 @@ class Frontend:
                     raise
                 return RowsReply({}, 0, lost=error.sessions)
 
-    async def spec(self, model: str, until: float) -> ModelSpec:
-        """Return a model's spec; for a moment, but not beyond `until` (s of the monotonic clock), wait for free rows.
+    async def spec(self, model: str, until: float, priority: int = NORMAL, *, patient: bool = False) -> ModelSpec:
+        """Return a model's spec; wait for free rows for a moment, but not beyond `until` (s of the monotonic clock).
+
+        Args:
+            priority: of the requests that need it.
+            patient: wait until `until` for rows, and for a model that is loading.
 
         Raises:
-            ModelNotFound, ModelFailed, Refused, Busy, ServerGone.
+            ModelNotFound, ModelFailed, Refused, Timeout, Busy, ServerGone.
         """
-        return (await self.lanes.hold_soon(model, min(until - SOON, time.monotonic() + MOMENT))).spec
+        return (await self._held(model, until, priority, patient=patient)).spec
 
     def reserved(
         self,
@@ -104,19 +109,36 @@ class Frontend:
         """Release all lanes."""
         self.lanes.close()
 
+    async def _held(
+        self, model: str, until: float, priority: int, exchanged: float | None = None, *, patient: bool = False
+    ) -> ModelLane:
+        """Return the lane of a model; see `spec`."""
+        if exchanged is None:
+            exchanged = min(until - SOON, time.monotonic() + MOMENT)
+        while True:
+            try:
+                return await self.lanes.hold_soon(model, exchanged, priority)
+            except (Refused, Busy) as error:
+                if not patient or (isinstance(error, Refused) and error.code != Code.NOT_READY):
+                    raise
+                if time.monotonic() > until:
+                    raise error if isinstance(error, Busy) else Timeout(str(error)) from None
+                await asyncio.sleep(_AGAIN)
+
     async def _computed(self, request: RowsRequest, turn: SequenceTurn | None) -> RowsReply:
         until, version = request.until, request.version or 0
         exchanged = min(until - SOON, time.monotonic() + MOMENT)
         tries = _TRIES
         failure: RowFailed | None = None
         while True:
-            held = await self.lanes.hold_soon(request.model, exchanged, request.priority)
+            held = await self._held(request.model, until, request.priority, exchanged, patient=request.patient)
             _require_sequence(held, turn)
             inputs, n, size = request.read(held.spec, False)
             with room_for_answer(size):
                 try:
                     if turn is None:
-                        outputs, used = await self.lanes.ask(held, inputs, n, until - time.monotonic(), version)
+                        left = until - time.monotonic()
+                        outputs, used = await self.lanes.ask(held, inputs, n, left, version, request.client)
                     else:
                         outputs, used = await turn.infer(self.lanes, held, inputs, n, until, version, request.state)
                     break

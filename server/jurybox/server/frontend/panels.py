@@ -45,7 +45,7 @@ async def voted(frontend: Frontend, request: RowsRequest, members: Mapping[str, 
     def read(spec: ModelSpec, _: bool) -> ReadRows:
         return request.read(spec, True)
 
-    requests = [replace(request, model=member["model"], read=read) for member in members.values()]
+    requests = [replace(request, model=member["model"], read=read, client=None) for member in members.values()]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_kept(frontend.compute(one))) for one in requests]
     answers = [task.result() for task in tasks]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import RowFailed
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
+from jurybox.server.security.access import ClientConnection
 
 Rows = NDArray[Any] | list[Any]  # (n, *row shape); a list of n arrays or bytes if the rows differ in size
 GET, SET = "get", "set"  # what may be done with the state of sequences instead of computing a step
@@ -62,6 +63,8 @@ class RowsRequest:
         steps: the steps of its sequences; None: it belongs to none.
         state: GET to return the state of the sequences, SET to replace it by the rows; then nothing is computed.
         names: of the inputs that came, which a panel checks.
+        client: the connection that sent it and has no other request in flight; None: unknown.
+        patient: whether it waits for a model that is loading, and for rows, as long as for an answer.
     """
 
     model: str
@@ -72,6 +75,8 @@ class RowsRequest:
     steps: Steps | None = None
     state: str = ""
     names: Collection[str] = ()
+    client: ClientConnection | None = None
+    patient: bool = False
 
 
 @dataclass(slots=True)

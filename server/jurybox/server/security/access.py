@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -310,6 +311,10 @@ class ClientConnection:
         self.near = _is_near(peername)
         self.answered = 0.0
         self.quick = False
+
+
+# The connection whose only request is answered in this task; None: unknown.
+OF_CONNECTION: ContextVar[ClientConnection | None] = ContextVar("OF_CONNECTION", default=None)
 
 
 def _is_near(peer: Any) -> bool:

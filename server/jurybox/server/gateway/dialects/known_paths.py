@@ -24,6 +24,7 @@ from jurybox.server.gateway.inference.http_forms import (
     InferProtocol,
     plain_length,
 )
+from jurybox.server.security.access import OF_CONNECTION
 from jurybox.server.security.http import DATA_HEADERS
 from jurybox.server.security.limits import OF_REQUEST, Charge
 from jurybox.server.security.pace import joined
@@ -152,6 +153,7 @@ class DialectProtocol(InferProtocol):
     async def _answered(self, pending: _PendingRequest) -> None:
         parts = pending.parts
         OF_REQUEST.set(pending.taken)
+        OF_CONNECTION.set(self._client)
         try:
             reply = await pending.answer(parts.pop() if len(parts) == 1 else await joined(parts))
         except asyncio.CancelledError:

@@ -6,7 +6,6 @@ A dialect can also have its own port, where / is what /dialects/NAME is here.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jurybox.protocol.errors import TABLE, Code, Error, ModelFailed, said
+from jurybox.server.frontend.frontend import Frontend
+from jurybox.server.frontend.threads import ThreadPool
 from jurybox.server.gateway.app import NeverCached
 from jurybox.server.gateway.dialects import (
     chat,
@@ -27,7 +28,7 @@ from jurybox.server.gateway.dialects import (
     reward_model,
     robometer,
 )
-from jurybox.server.gateway.dialects.intake import AnswerForm, HttpReply, Intake, ThreadPool
+from jurybox.server.gateway.dialects.intake import AnswerForm, HttpReply, Intake
 from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
@@ -129,33 +130,31 @@ class DialectRoutes(NamedTuple):
 
 def applications(
     dialects: Mapping[str, Mapping[str, Any]],
-    address: str,
+    frontend: Frontend,
     log: Log,
     doors: Doors | None = None,
-    timeouts: Counter[str] | None = None,
 ) -> DialectRoutes:
     """Create the routes and applications of the dialects.
 
     Args:
         dialects: the settings in [dialects.NAME], by name, with `members` where the model is a panel.
-        address: address of the server.
+        frontend: computes the rows.
         log: receives the reasons for missing scores.
         doors: if they have closed, a request that is cancelled is answered with a refusal.
-        timeouts: counts the requests that are not answered in time, by model.
     """
     doors = doors or Doors()
-    late = Counter[str]() if timeouts is None else timeouts
+    late = frontend.lanes.timeouts
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
     refusals: dict[str, Refusal] = {}
     ports: dict[str, tuple[ASGIApp, dict[str, Refusal]]] = {}
     intakes: list[Intake] = []
-    pool = ThreadPool(len(dialects))
+    pool = ThreadPool()
     for name, settings in dialects.items():
         size = settings["resize"]
         intake = Intake(
+            frontend,
             pool,
-            address,
             reward=settings["reward"] or settings["model"],
             members=tuple(members := settings.get("members", {})),
             form=AnswerForm(settings["like"], settings["score_range"], settings["decimals"], members),

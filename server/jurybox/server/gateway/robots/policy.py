@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client import Busy, SessionLost, SpecMismatch
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.frontend.requests import ReadRows, RowsRequest
@@ -31,17 +32,24 @@ class RobotPolicy:
         clients: largest number of connections, and so of requests in flight.
         timeout: seconds to wait for an answer.
         counters: counters of the port.
+        priority: of its requests; see `Server.model`.
     """
 
     def __init__(
-        self, frontend: Frontend, model: str, clients: int, timeout: float, counters: PortCounters | None = None
+        self,
+        frontend: Frontend,
+        model: str,
+        clients: int,
+        timeout: float,
+        counters: PortCounters | None = None,
+        priority: int = NORMAL,
     ) -> None:
         self._counters = counters or PortCounters()
         self._name, self._timeout = model, timeout
         self._clients = clients
         self._free = list(range(clients))
         self._freed = asyncio.Condition()
-        self._rows = frontend.reserved(model, clients, timeout, self._counters.waited)
+        self._rows = frontend.reserved(model, clients, timeout, self._counters.waited, priority)
 
     @contextlib.asynccontextmanager
     async def episode(self, timeout: float, *, returns: bool = False) -> AsyncIterator[RobotEpisode]:
