@@ -146,6 +146,7 @@ class Bench:
             "bindings": [],
             "log_level": "error",
             "log_format": "text",
+            "folder": "",
             "factories": [],
             "models": [],
             "refused": [],
@@ -177,6 +178,7 @@ class Bench:
             self.turns.append(came - self._posted)
         if self._asked and len(self._client.receive(0.0)) != 1:
             raise RuntimeError("no answer")
+        self._client.settled(self._asked)
         now = time.monotonic_ns()
         self._asked += 1
         self._client.submit(self._asked, self._first, 1, now, now + 10**10, 0, 7)

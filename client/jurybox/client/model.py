@@ -109,13 +109,17 @@ class Model(forks.Closing):
         else:
             ready = requests.lane.codec.one({} if row is None else row)[0]
             requests.require_stateless()
+        slot = requests.kept
         try:
             with (turns := requests.turns).now:
                 if (kept := requests.taken_kept()) is not None:
                     try:
                         return kept.ask(ready, turns.timeout if timeout is None else seconds(timeout))
                     finally:
-                        requests.put_back(kept)
+                        if slot or kept.lane.in_flight:
+                            requests.put_back(kept)
+                        else:
+                            slot.append(kept)  # as a rule: what `put_back` does, without a call
         except (Taken, StaleLease):
             pass
         # On a new lane too, as in infer, with the full time-out: the first attempt used almost none of it.
@@ -468,7 +472,7 @@ class Requests:
         except IndexError:  # at first, or another call on the stack has them
             pass
         else:
-            if kept.lane.gone is None:
+            if kept.lane is self.lane and kept.lane.gone is None:
                 return kept
             kept.close()
         run = (lane := self.usable()).take(n or 1)
@@ -477,8 +481,7 @@ class Requests:
     def put_back(self, kept: CallRow) -> None:
         """Put rows back into their slot after a call. They are dropped if an engine may still write to them."""
         lane = kept.lane
-        free = lane.gone is None and not (lane.in_flight and lane.asked(kept.first, kept.rows))
-        if free and lane is self.lane and not self.kept:
+        if not (self.kept or (lane.in_flight and lane.asked(kept.first, kept.rows))):
             self.kept.append(kept)
         else:
             kept.close()

@@ -97,7 +97,10 @@ class RowAllocator:
         """Return the runs of rows in use, (first, rows), in order; they may overlap."""
         # In this order: rows whose run is given while they are lent move from the first table to the second. `list` of
         # them runs no other code.
-        used = [(run.first, run.rows) for each in list(self._taken) if (run := each()) is not None]
+        used = []
+        for each in list(self._taken):
+            if (run := each()) is not None:
+                used.append((run.first, run.rows))
         if self.lent:
             used += [(ticket.first, ticket.rows) for ticket in list(self.lent.values())]
         if len(used) > 1:
@@ -110,7 +113,8 @@ class RowAllocator:
         for first, rows in self._used():
             if first - at >= n:
                 break
-            at = max(at, first + rows)
+            if (end := first + rows) > at:
+                at = end
         return at if self._end - at >= n else None
 
     def _gaps(self) -> list[tuple[int, int]]:
