@@ -151,8 +151,16 @@ class _Calls:
 
     def of(self, path: str) -> Any:
         if (found := self._found.get(path)) is None:
-            found = self._found[path] = self.channel.unary_unary(path)
+            found = self._found[path] = _unary(self.channel, path)
         return found
+
+
+def _unary(channel: grpc.Channel, path: str, parse: Callable[[bytes], Any] | None = None) -> Any:
+    """Return a method that takes bytes; `parse` is called with its responses."""
+    try:  # as generated code does: a path that is known to the channel takes 5 us less in each call
+        return channel.unary_unary(path, None, parse, _registered_method=True)
+    except TypeError:  # gRPC is older
+        return channel.unary_unary(path, None, parse)
 
 
 class Channels:
@@ -290,7 +298,7 @@ class TicketCalls:
 
 def _start_calls(channel: grpc.Channel, metadata: Metadata, queue: SimpleQueue[Any]) -> None:
     mark_serving()
-    method = channel.unary_unary(INFER, None, _in_service(bytes))
+    method = _unary(channel, INFER, _in_service(bytes))
     while (call := queue.get()) is not None:
         request, timeout, done = call
         try:

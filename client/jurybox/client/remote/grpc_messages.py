@@ -8,7 +8,10 @@ of which is compared, is copied from where it lies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import Columns
@@ -19,7 +22,7 @@ _RAW_IN, _RAW_OUT = 0x3A, 0x32  # tags: field number and wire type LEN
 _MOST = 64  # forms that are kept
 
 
-class _Form(NamedTuple):
+class AnswerForm(NamedTuple):
     """What answers have in common: their weights version and length, and the bytes before each output, with offsets."""
 
     version: int
@@ -29,14 +32,19 @@ class _Form(NamedTuple):
 
 
 class PlainMessages:
-    """The messages of a lane whose rows all have fixed sizes; see `plain_messages`."""
+    """The messages of a lane whose rows all have fixed sizes; see `plain_messages`.
+
+    Attributes:
+        model: its name.
+    """
 
     def __init__(self, base: pb.ModelInferRequest, spec: ModelSpec, inputs: PlainFrames, outputs: PlainFrames) -> None:
+        self.model = spec.name
         self._base = base
         self._spec = spec
         self._inputs, self._outputs = inputs, outputs
         self._requests: dict[tuple[int, int], list[bytes]] = {}  # by rows and version
-        self._answers: dict[int, _Form] = {}  # by rows
+        self._answers: dict[int, AnswerForm] = {}  # by rows
 
     def request(self, first: int, rows: int, version: int) -> bytes:
         """Return the request for n rows, with a weights version or 0."""
@@ -46,17 +54,25 @@ class PlainMessages:
             pieces += (head, data)
         return b"".join(pieces)
 
-    def take(self, first: int, rows: int, answer: bytes) -> int | None:
-        """Write an answer's outputs to n rows; return its weights version.
+    def request_of(self, row: NDArray[Any]) -> bytes:
+        """Return the request for one row of a model's only input, C-contiguous and of the spec's dtype and shape."""
+        (head,) = self._requests.get((1, 0)) or self._heads(1, 0)
+        return b"".join((head, row.reshape(-1).view(np.uint8)))  # bytes: NumPy exports no bfloat16
 
-        None: its form is unknown. Parse it, and tell `learn`.
-        """
+    def form_of(self, rows: int, answer: bytes) -> AnswerForm | None:
+        """Return the form of an answer for n rows. None: it is unknown. Parse the answer, and tell `learn`."""
         form = self._answers.get(rows)
         if form is None or len(answer) != form.length:
             return None
         for head, at in form.heads:
             if not answer.startswith(head, at):
                 return None
+        return form
+
+    def take(self, first: int, rows: int, answer: bytes) -> int | None:
+        """Write an answer's outputs to n rows; return its weights version, or None as `form_of`."""
+        if (form := self.form_of(rows, answer)) is None:
+            return None
         whole = memoryview(answer)
         self._outputs.write(first, rows, [whole[data] for data in form.data])
         return form.version
@@ -80,7 +96,7 @@ class PlainMessages:
         if at == len(answer) and all(answer.startswith(head, at) for head, at in heads):
             if len(self._answers) >= _MOST:
                 self._answers.clear()
-            self._answers[rows] = _Form(version, at, heads, data)
+            self._answers[rows] = AnswerForm(version, at, heads, data)
 
     def _heads(self, rows: int, version: int) -> list[bytes]:
         """Return the bytes before each input of such requests."""

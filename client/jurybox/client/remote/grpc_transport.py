@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, Claim, InFlight
 from jurybox.client.link import RowsHere
+from jurybox.client.remote.grpc_caller import GrpcCaller, passed
 from jurybox.client.remote.grpc_channel import INFER, Channels, TicketCalls, failure
 from jurybox.client.remote.grpc_messages import plain_messages
-from jurybox.client.transports.transport import Transport, Watching
+from jurybox.client.transports.transport import RowPlace, Transport, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
 from jurybox.protocol.errors import Code, Error, Refused, plain
@@ -102,13 +103,18 @@ class GrpcTransport(Transport):
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         """See Transport.exchange. The call cannot be left and resumed: it takes up to the ticket's time-out."""
         if ticket.deadline <= time.monotonic_ns():  # gRPC would allow the call a millisecond, which may be enough
-            late = f"the time-out of a request to model {self._spec.name!r} had passed before it was sent"
-            return Answer(ticket.sequence, Code.TIMEOUT, late, 0, ticket.incarnation)
+            return Answer(ticket.sequence, Code.TIMEOUT, passed(self._spec.name), 0, ticket.incarnation)
         try:
             call: Any = self._channels.ask(INFER, self._request(ticket), _left(ticket))
         except (Error, grpc.RpcError) as error:
             call = error
         return self._read(ticket, call)
+
+    def caller(self, place: RowPlace) -> GrpcCaller | None:
+        """See Transport.caller. None unless it is one row of an only input, and all rows have fixed sizes."""
+        if self._plain is None or place.input is None or place.outputs is None or place.rows != 1:
+            return None
+        return GrpcCaller(self._channels, self._plain, place, self._read)
 
     def _request(self, ticket: InFlight) -> bytes:
         """Return a ticket's message. Raises Error (SPEC_MISMATCH) if a row's size is invalid."""
