@@ -11,8 +11,8 @@ from torch import nn
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.server.models import ServedModel
-from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.policies import Acts, Description
+from jurybox.training.roles.local_policy import TorchWeights
 from jurybox.training.runtime import Actor, Budget, ChannelSpec, Field, Kind, Learner, Pace, Plan, ReplaySpec, RoleSpec
 
 FIELDS = {"seen": Field((4,)), "action": Field((), "int64"), "reward": Field(), "came": Field((4,)), "over": Field()}

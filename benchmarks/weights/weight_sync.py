@@ -34,7 +34,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.torch_states import TorchWeights
+from jurybox.training.roles.local_policy import TorchWeights
 
 WAIT = 60.0
 Turn = Callable[[], tuple[float, float]]

@@ -151,9 +151,9 @@ def transition(tmp_path_factory):
     return {file for file in profile.files() if not file.startswith("training/runtime/")}
 
 
-def test_one_transition_runs_in_the_files_that_its_walk_names_and_in_at_most_fifteen(transition):
+def test_one_transition_runs_in_the_files_that_its_walk_names_and_in_at_most_nine(transition):
     assert transition == {f"training/{file}" for file in files_named_in("The path of one transition")}
-    assert len(transition) <= 15
+    assert len(transition) <= 9
 
 
 def test_one_request_runs_in_the_files_that_its_walk_names_and_in_at_most_thirteen(walks):

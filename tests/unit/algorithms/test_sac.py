@@ -10,7 +10,7 @@ import torch
 from tests.unit.algorithms.acting import START, learning, spec_of
 from torch import nn
 
-from jurybox.training.algorithms.heads import normal_log_prob, tanh_correction
+from jurybox.training.algorithms.networks import normal_log_prob, tanh_correction
 from jurybox.training.algorithms.sac import SAC, first_temperature
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, Categorical
 
-from jurybox.training.algorithms.heads import chosen_log_prob, draw_choices
+from jurybox.training.algorithms.base import draw_choices
+from jurybox.training.algorithms.networks import chosen_log_prob
 from jurybox.training.spaces import ActionSpec, grouped
 
 COUNTS = [(2, 3, 4), (2, 2), (5,), (1, 3)]

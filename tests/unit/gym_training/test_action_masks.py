@@ -13,9 +13,8 @@ from tests.unit.gym_training.gym_worlds import Corridor
 from jurybox.training import policies
 from jurybox.training.algorithms.base import Progress
 from jurybox.training.algorithms.ppo import PPO
-from jurybox.training.contract import ContractBroken, action_mask
 from jurybox.training.runtime.plan import ConfigError
-from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
+from jurybox.training.spaces import ActionSpec, AgentSpec, ContractBroken, Leaf, action_mask
 from jurybox.training.trainings.gym import GymTraining, train
 
 CORRIDOR = "tests.unit.gym_training.gym_worlds:Corridor"

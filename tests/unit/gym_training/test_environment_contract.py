@@ -8,10 +8,10 @@ import pettingzoo
 import pytest
 from gymnasium import spaces
 
-from jurybox.training.contract import ContractBroken
 from jurybox.training.environments.gymnasium_env import GymEnvs
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.spaces import ContractBroken
 from jurybox.training.trainings.marl import MarlTraining
 from jurybox.training.trainings.marl import plan as marl_plan
 

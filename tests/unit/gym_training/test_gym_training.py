@@ -13,17 +13,14 @@ import pytest
 import torch
 from tests.unit.algorithms.acting import acting_network, algorithm, spec_of
 
-from jurybox.training.algorithms.base import Progress, Update
-from jurybox.training.algorithms.heads import log_softmax
+from jurybox.training.algorithms.base import Progress, Update, log_softmax
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.ppo import PPO, advantages_of
 from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.checkpoints import Checkpoints, read_state
-from jurybox.training.replay.batch import BatchOnDevice
-from jurybox.training.roles.off_policy import OffPolicyLearner
-from jurybox.training.roles.on_policy import OnPolicyLearner, rollout
+from jurybox.training.roles.learner import BatchOnDevice, OffPolicyLearner, OnPolicyLearner, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.role_context import RoleContext

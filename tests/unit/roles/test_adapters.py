@@ -12,11 +12,11 @@ from gymnasium import spaces
 from pettingzoo import AECEnv
 
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.contract import ContractBroken
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, GymEnvs
 from jurybox.training.environments.pettingzoo_env import World
 from jurybox.training.replay import Replay, Windows
 from jurybox.training.roles.evaluation import play_episodes
+from jurybox.training.spaces import ContractBroken
 from jurybox.training.trainings.marl import MarlTraining
 from jurybox.training.trainings.marl_run import train
 

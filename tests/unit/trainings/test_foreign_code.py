@@ -14,10 +14,10 @@ import torch
 from gymnasium import spaces
 from tests.serving import START
 
-from jurybox.training.contract import ContractBroken
 from jurybox.training.roles import evaluation
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.turns import RoleExited
+from jurybox.training.spaces import ContractBroken
 from jurybox.training.trainings.gym import GymTraining, train
 
 SMALL = {"n_steps": 8, "batch_size": 4, "n_epochs": 1, "hidden": (8,), "steps": 16, "evaluation_episodes": 1}

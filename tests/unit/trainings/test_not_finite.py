@@ -23,8 +23,9 @@ from jurybox.studies.workflow.cage import CageVectorEnv
 from jurybox.studies.workflow.rollouts import play
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.checkpoints import Checkpoints, read_state
-from jurybox.training.contract import ContractBroken, Diverged
+from jurybox.training.runtime.role_context import Diverged
 from jurybox.training.runtime.run import run
+from jurybox.training.spaces import ContractBroken
 from jurybox.training.trainings import gym, marl
 
 WRONG = [float("nan"), float("inf"), 1e39]

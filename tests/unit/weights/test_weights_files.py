@@ -23,7 +23,7 @@ from jurybox.server.safetensors_file import DamagedFile  # noqa: E402
 from jurybox.server.settings.config import ModelSettings  # noqa: E402
 from jurybox.server.supervisor.models import HeldModel, Placed  # noqa: E402
 from jurybox.server.supervisor.weights_saver import WeightsFiles, WeightsSaver  # noqa: E402
-from jurybox.training.algorithms.torch_states import TorchWeights  # noqa: E402
+from jurybox.training.roles.local_policy import TorchWeights  # noqa: E402
 
 
 @pytest.fixture

@@ -28,13 +28,12 @@ from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import build_version
 from jurybox.server.models import ServedModel
 from jurybox.training import interrupts
-from jurybox.training.algorithms.heads import side_by_side
+from jurybox.training.algorithms.networks import side_by_side
 from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, read_state, write_atomically
-from jurybox.training.contract import action_mask, begun, stepped
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.roles.evaluation import Episode, play_episodes
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
-from jurybox.training.spaces import MASK, StrangeObservation, converted, named
+from jurybox.training.spaces import MASK, StrangeObservation, action_mask, begun, converted, named, stepped
 
 __all__ = [
     "Acting",
@@ -375,7 +374,7 @@ class Policy:
 
         Args:
             mask: of the actions that may be chosen, of a policy with the input "action_mask" (see
-                `contract.action_mask`).
+                `spaces.action_mask`).
         """
         alone = len(self.inputs) == 1 and not isinstance(observation, Mapping | tuple)
         parts = {next(iter(self.inputs)): observation} if alone else named(observation)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically
-from jurybox.training.contract import audits
 from jurybox.training.errors import UsageError
+from jurybox.training.spaces import audits
 
 _LOCK = ".lock"
 _SETTINGS = "settings.json"

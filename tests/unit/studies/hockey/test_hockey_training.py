@@ -531,7 +531,7 @@ def test_a_pool_holds_so_many_in_memory_and_reads_the_others_again(tmp_path: Pat
 
 def test_a_gpus_utilization_is_logged_and_a_cpus_or_an_unknown_one_is_not(monkeypatch):
     from jurybox.studies.hockey.train import columns
-    from jurybox.training.roles.off_policy import device_utilization
+    from jurybox.training.roles.learner import device_utilization
 
     monkeypatch.setattr("torch.cuda.utilization", lambda device: 73)
     assert device_utilization("cuda:0") == {"device_utilization": 73.0} and device_utilization("cpu") == {}

@@ -19,10 +19,10 @@ from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.served import ServedPolicies, Serving
 from jurybox.studies.hockey.settings import CHANNEL, LEAVING, POOL, RESULTS, ROWS, HockeyTraining, Shaping
 from jurybox.training.algorithms.acting import coloured_noise
-from jurybox.training.contract import number
 from jurybox.training.replay import Field, Replay, Streams
 from jurybox.training.runtime.role_context import Actor, Evaluator, RoleContext
 from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.spaces import number
 
 _SEED = 1_000_003  # makes the games of evaluations different from those of the training
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from jurybox.studies.hockey.bots import Opponent
 from jurybox.studies.hockey.game import Game, GameStep
-from jurybox.training.contract import check_finite
 from jurybox.training.roles.curriculum import Task
+from jurybox.training.spaces import check_finite
 
 Policy = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 

@@ -40,7 +40,7 @@ from jurybox.training.trainings.recorded_run import RecordingOptions, recorded_r
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 _ACTOR = "jurybox.studies.hockey.actor"
-_LEARNER = "jurybox.training.roles.off_policy:OffPolicyLearner"
+_LEARNER = "jurybox.training.roles.learner:OffPolicyLearner"
 _RESULTS_KEPT = 8192
 _EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
 

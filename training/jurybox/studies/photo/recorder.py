@@ -22,8 +22,9 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
-from jurybox.training.contract import check_finite, check_losses
 from jurybox.training.run_folder import RunLog, audited
+from jurybox.training.runtime.role_context import check_losses
+from jurybox.training.spaces import check_finite
 from jurybox.training.trainings.progress import Watcher
 
 # Names under which SB3's PPO logs values of an update, and their columns in metrics.csv.

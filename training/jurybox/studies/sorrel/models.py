@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.replay import Field
+from jurybox.training.roles.local_policy import TorchWeights
 
 # Kinds of rows: a transition, or the beginning or end of an epoch.
 TRANSITION, EPOCH_BEGINS, EPOCH_ENDS = 0, 1, 2

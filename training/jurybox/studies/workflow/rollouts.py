@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from jurybox.studies.workflow.cage import tables as t
 from jurybox.studies.workflow.settings import ENCODED, N_TYPES
 from jurybox.training.algorithms.base import Rollout
-from jurybox.training.contract import check_finite
+from jurybox.training.spaces import check_finite
 
 # Compliance of a defender with a workflow: which fixes are judged, when they comply, and what the reward is.
 #

@@ -22,7 +22,7 @@ from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTr
 from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.ppo import PPO, RefinedPPO
 from jurybox.training.algorithms.torch_states import as_tensors
-from jurybox.training.contract import check_losses
+from jurybox.training.runtime.role_context import check_losses
 
 Parts = tuple[Part, ...]
 

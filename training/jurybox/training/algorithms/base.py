@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jurybox.training.algorithms.schedules import at, is_schedule
-from jurybox.training.spaces import AgentSpec
+from jurybox.training.spaces import AgentSpec, grouped
 
 if TYPE_CHECKING:
     import torch as torch  # noqa: PLC0414 (for others)
@@ -43,7 +43,7 @@ else:
 
 __all__ = [
     "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "OffPolicySettings", "OnPolicySettings", "Progress",
-    "Rollout", "Update", "weighed",
+    "Rollout", "Update", "descend", "draw_categorical", "draw_choices", "draw_normal", "log_softmax", "weighed",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -85,6 +85,15 @@ def weighed(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Losses (..., n) of a batch's rows times their importance weights, if it has any."""
     weights = batch.get("weights")
     return losses if weights is None else losses * weights
+
+
+def descend(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], loss: torch.Tensor) -> None:
+    """Make a step by the gradients of these parameters alone: a policy's loss runs through critics, whose own are of no
+    use then.
+    """
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimiser.step()
 
 
 @dataclass(slots=True)
@@ -385,3 +394,41 @@ class Algorithm(ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return make()
+
+
+# ---- drawing actions, in NumPy
+
+
+def log_softmax(logits: Array) -> npt.NDArray[np.float64]:
+    """Return the log-probabilities for logits, both (..., actions)."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return found
+
+
+def draw_categorical(logits: Array, rng: np.random.Generator) -> tuple[Array, Floats]:
+    """Draw one of the actions for each row of logits (n, actions); returns them and their log-probabilities, (n,)."""
+    log_probs = log_softmax(logits)
+    # The argmax of log-probabilities plus Gumbel noise is a sample from the distribution.
+    action = (log_probs + rng.gumbel(size=log_probs.shape)).argmax(1)
+    return action, log_probs[np.arange(len(action)), action].astype(np.float32)
+
+
+def draw_choices(logits: Array, counts: tuple[int, ...], rng: np.random.Generator) -> tuple[Array, Floats]:
+    """Draw several choices for each row of logits (n, sum of counts), which lie side by side.
+
+    Returns:
+        int64 (n, choices), and the sums of their log-probabilities, (n,).
+    """
+    log_probs = log_softmax(grouped(logits, counts))
+    action = (log_probs + rng.gumbel(size=log_probs.shape)).argmax(-1)
+    chosen = np.take_along_axis(log_probs, action[..., None], -1)[..., 0]
+    return action, chosen.sum(-1).astype(np.float32)
+
+
+def draw_normal(mean: Array, log_std: Array, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Draw numbers (n, size) from normal distributions; returns them and the logarithms of their densities, (n,)."""
+    noise = rng.standard_normal(mean.shape)
+    drawn = (mean + np.exp(log_std) * noise).astype(np.float32)
+    density = -0.5 * ((drawn - mean) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
+    return drawn, density.sum(1).astype(np.float32)

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jurybox.training.algorithms.heads import HALF_LOG_2_PI, chosen_log_prob, normal_log_prob
 from jurybox.training.algorithms.torch_states import perceptron
-from jurybox.training.spaces import CLIP, Leaf
+from jurybox.training.spaces import CLIP, Leaf, places
 
 __all__ = [
     "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "QValues", "QuantileValues", "SeeingCritic",
-    "SquashedGaussianActor", "TwinCritic",
+    "SquashedGaussianActor", "TwinCritic", "chosen_log_prob", "masked", "normal_log_prob", "side_by_side",
+    "tanh_correction",
 ]  # fmt: skip
 
+HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
 _ALONE, _AMONG = 512, 256  # features of a picture: of the only part of an observation, and of one among others
 _LOG_STD = (-20.0, 2.0)  # bounds of the logarithm of a deviation (Haarnoja et al., 2018, in their own code)
 
@@ -384,6 +385,55 @@ class GaussianActorCritic(ActorCritic):
         """Of actions that were taken: logarithms of their densities, entropies, values; (n,) each."""
         mean, log_std, value = self(observation)
         return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + (HALF_LOG_2_PI + 0.5)).sum(-1), value
+
+
+# ---- distributions of actions
+
+
+def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Log-probabilities of logits; masked actions get the lowest."""
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def side_by_side(logits: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Logits (n, sum of counts) as (n, choices, most), the lowest number where a choice has fewer actions."""
+    none = logits.new_full((logits.shape[0], 1), torch.finfo(logits.dtype).min)
+    found: Tensor = torch.cat((logits, none), 1)[:, torch.from_numpy(places(counts)).to(logits.device)]
+    return found
+
+
+def chosen_log_prob(
+    logits: Tensor, action: Tensor, counts: tuple[int, ...], mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of actions, and entropies, (n,) each; of several choices the sums.
+
+    Args:
+        logits: (n, actions).
+        action: int64 (n,), or (n, choices).
+        counts: actions of each of several choices; empty: there is one.
+        mask: bool (n, actions), of the actions that may be chosen.
+    """
+    if not counts:
+        log_probs = masked(logits, mask)
+        entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
+        return log_probs.gather(1, action[:, None]).squeeze(1), entropy
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    log_probs = torch.log_softmax(side_by_side(logits, counts), dim=-1)
+    entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum((-2, -1))
+    return log_probs.gather(2, action[..., None]).squeeze(2).sum(-1), entropy
+
+
+def normal_log_prob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Logarithm of a normal distribution's density at `x`, element by element."""
+    return -0.5 * ((x - mean) * torch.exp(-log_std)).square() - log_std - HALF_LOG_2_PI
+
+
+def tanh_correction(u: Tensor) -> Tensor:
+    """log(1 - tanh(u)^2), element by element, without a difference of nearly equal numbers."""
+    return 2.0 * (math.log(2.0) - u - functional.softplus(-2.0 * u))
 
 
 def features_of(*modules: nn.Module) -> list[Features]:

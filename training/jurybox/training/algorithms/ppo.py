@@ -27,10 +27,12 @@ from jurybox.training.algorithms.base import (
     Progress,
     Rollout,
     Update,
+    draw_categorical,
+    draw_choices,
+    draw_normal,
     networks,
     torch,
 )
-from jurybox.training.algorithms.heads import draw_categorical, draw_choices, draw_normal, masked
 from jurybox.training.algorithms.schedules import AnySchedule, Schedule, at
 from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
 
@@ -224,7 +226,7 @@ class PPO(Algorithm):
     ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
         """`act` for given outputs of the network."""
         with torch.inference_mode():
-            log_probs = masked(logits, None if masks is None else torch.from_numpy(masks))
+            log_probs = networks.masked(logits, None if masks is None else torch.from_numpy(masks))
             scores = log_probs
             if not greedy:
                 # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.

@@ -22,12 +22,13 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     Progress,
     Update,
+    descend,
+    draw_normal,
     networks,
     torch,
     torch_states,
     weighed,
 )
-from jurybox.training.algorithms.heads import draw_normal, normal_log_prob, tanh_correction
 from jurybox.training.algorithms.schedules import Schedule, at, is_schedule
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class SAC(Algorithm):
         mean, log_std = self.acting(rows)
         noise = torch.empty_like(mean).normal_(generator=self.generator)
         before = mean + log_std.exp() * noise
-        log_prob = normal_log_prob(before, mean, log_std) - tanh_correction(before)
+        log_prob = networks.normal_log_prob(before, mean, log_std) - networks.tanh_correction(before)
         return torch.tanh(before), log_prob.sum(-1)
 
     def update(self, batch: Batch, progress: Progress) -> Update:
@@ -149,7 +150,7 @@ class SAC(Algorithm):
         if self._learns_temperature:
             # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
             loss = -(self.log_temperature * (log_prob.detach() + self.target_entropy)).mean()
-            torch_states.descend(self.temperature_optimiser, [self.log_temperature], loss)
+            descend(self.temperature_optimiser, [self.log_temperature], loss)
         with torch.no_grad():
             next_action, next_log_prob = self.draw(following)
             next_value = self.target(following, next_action).amin(0) - temperature * next_log_prob
@@ -158,9 +159,9 @@ class SAC(Algorithm):
         values = self.critics(observation, batch["action"])
         errors = values - target
         critic_loss = 0.5 * weighed(errors.square(), batch).mean(1).sum()
-        torch_states.descend(self.critic_optimiser, live, critic_loss)
+        descend(self.critic_optimiser, live, critic_loss)
         actor_loss = (temperature * log_prob - self.critics(observation, drawn).amin(0)).mean()
-        torch_states.descend(self.actor_optimiser, list(self.acting.parameters()), actor_loss)
+        descend(self.actor_optimiser, list(self.acting.parameters()), actor_loss)
         self.updates += 1
         if self.updates % s.target_update_interval == 0:
             with torch.no_grad():

@@ -21,9 +21,9 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     Progress,
     Update,
+    descend,
     networks,
     torch,
-    torch_states,
     weighed,
 )
 from jurybox.training.algorithms.schedules import NoiseSchedule, Schedule, at
@@ -145,12 +145,12 @@ class TD3(Algorithm):
         values = self.critics(observation, batch["action"])
         errors = values - target
         critic_loss = (weighed(errors, batch) * errors).mean(1).sum()
-        torch_states.descend(self.critic_optimiser, self._of_critics, critic_loss)
+        descend(self.critic_optimiser, self._of_critics, critic_loss)
         metrics = {"critic_loss": critic_loss.detach(), "value": values.detach().mean(), "target": target.mean()}
         self.updates += 1
         if self.updates % s.policy_delay == 0:
             actor_loss = self.actor_loss(observation)
-            torch_states.descend(self.actor_optimiser, self._of_actor, actor_loss)
+            descend(self.actor_optimiser, self._of_actor, actor_loss)
             metrics["actor_loss"] = actor_loss.detach()
             self.move_targets()
         return Update(metrics, errors.detach().abs().mean(0))

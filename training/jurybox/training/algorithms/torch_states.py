@@ -1,4 +1,4 @@
-"""Common to the algorithms: perceptrons, states as trees of tensors, published weights in a module."""
+"""Common to the algorithms: perceptrons, and states as trees of tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from jurybox.protocol.errors import SpecMismatch
-from jurybox.protocol.weights import WeightsLayout
-from jurybox.protocol.weights.reader import WeightsReader
-
 __all__ = [
-    "TorchWeights", "as_tensors", "descend", "optimiser_state", "perceptron", "restore_optimiser", "restore_states",
-    "states_of",
+    "as_tensors", "optimiser_state", "perceptron", "restore_optimiser", "restore_states", "states_of",
 ]  # fmt: skip
 
 
@@ -64,15 +59,6 @@ def as_tensors(tree: Any) -> Any:
     return tree
 
 
-def descend(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], loss: torch.Tensor) -> None:
-    """Make a step by the gradients of these parameters alone: a policy's loss runs through critics, whose own are of no
-    use then.
-    """
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        parameter.grad = gradient
-    optimiser.step()
-
-
 def optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimiser's parameters, by their number as a string; its settings are not in it."""
     remembered = optimiser.state_dict()["state"]
@@ -109,54 +95,3 @@ def restore_states(parts: Mapping[str, Part], state: Mapping[str, Any]) -> None:
             part.set_state(as_tensors(state[name]).cpu())
         else:
             part.load_state_dict(as_tensors(state[name]))
-
-
-class TorchWeights:
-    """Keeps a module at the newest published version.
-
-    On the CPU the module's tensors come to lie in one of two blocks that the publications are read into in turn: the
-    weights are copied once, and a read that fails half-way has touched nothing that the module uses.
-
-    Args:
-        reader: of the channel that the module's weights are published on.
-        module: with the channel's names, shapes and dtypes in its ``state_dict()``, on any device. Its parameters stay
-            the same objects; on the CPU their ``data`` moves.
-
-    Attributes:
-        version: of the weights in the module; 0 before the first.
-        extra: what was published with them.
-
-    Raises:
-        SpecMismatch: the module's tensors differ from the channel's; the message names how.
-    """
-
-    def __init__(self, reader: WeightsReader, module: torch.nn.Module) -> None:
-        self.version = 0
-        self.extra: dict[str, Any] = {}
-        self._reader = reader
-        tensors = module.state_dict(keep_vars=True)
-        if difference := reader.layout.difference(WeightsLayout.of(tensors)):
-            raise SpecMismatch(f"the module doesn't fit weights channel {reader.channel.name}: {difference}")
-        self._tensors: list[torch.Tensor] = [tensors[name] for name in reader.layout.places]
-        self._on_cpu = all(tensor.device.type == "cpu" for tensor in self._tensors)
-        self._blocks = [torch.empty(reader.layout.nbytes, dtype=torch.uint8) for _ in range(1 + self._on_cpu)]
-
-    def refresh(self, timeout: float = 1.0) -> bool:
-        """Load the newest version into the module if it is newer; returns whether it was.
-
-        Raises:
-            Timeout: there is a newer version, and it could not be read whole in time; the module is as it was.
-        """
-        if not self._reader.newer_than(self.version):
-            return False
-        block = self._blocks[-1]
-        version, extra = self._reader.read_flat(block.numpy(), timeout=timeout)
-        with torch.no_grad():
-            for tensor, source in zip(self._tensors, self._reader.layout.tensors(block).values(), strict=True):
-                if self._on_cpu:
-                    tensor.data = source
-                else:
-                    tensor.copy_(source)
-        self._blocks.reverse()
-        self.version, self.extra = version, extra
-        return True

@@ -25,10 +25,19 @@ from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, ResizeObservation, TimeLimit
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.contract import ContractBroken, action_mask, begun, stepped
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.foreign import imported
-from jurybox.training.spaces import MASK, ActionSpec, Leaf, StrangeObservation, name_of
+from jurybox.training.spaces import (
+    MASK,
+    ActionSpec,
+    ContractBroken,
+    Leaf,
+    StrangeObservation,
+    action_mask,
+    begun,
+    name_of,
+    stepped,
+)
 
 __all__ = [
     "Actions",
@@ -450,7 +459,7 @@ class GymEnvs:
         env, env_args, max_episode_steps, preprocessing: see `make_environment`.
         clips: whether numbers are actions in the environment's own unit, cut off at their bounds; else they are in
             [-1, 1], and scaled.
-        masked: whether masks of actions are observed, see `contract.action_mask`.
+        masked: whether masks of actions are observed, see `spaces.action_mask`.
 
     Attributes:
         to_env: the environment's action for one that an algorithm chooses.

@@ -18,11 +18,21 @@ from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.contract import ContractBroken, flag, number
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
 from jurybox.training.foreign import imported
-from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf, StrangeObservation, converted, short
+from jurybox.training.spaces import (
+    ALONE,
+    ActionSpec,
+    AgentSpec,
+    ContractBroken,
+    Leaf,
+    StrangeObservation,
+    converted,
+    flag,
+    number,
+    short,
+)
 
 Observation = npt.NDArray[Any]
 

@@ -33,6 +33,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         weights: (n,) float32 importance weights, the largest is 1; None from a replay without priorities.
         valid: masks, uint8, by field (stacks: (n, stack)) or "sequence" ((n, length)).
         windows: the rows that surround each row.
+        layout: of the replay that it is for.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
     ) -> None:
         self.n = n
         self.windows = windows
-        self._layout = layout
+        self.layout = layout
         self.valid: dict[str, npt.NDArray[np.uint8]] = {}
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -113,9 +114,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
 
     def check_layout(self, layout: Layout) -> None:
         """Raises SpecMismatch unless rows of this layout fit the columns."""
-        own = self._layout
-        if own is layout:
-            return
+        own = self.layout
         if list(own.fields.items()) != list(layout.fields.items()):
             why = f"expected a batch for rows of {_text(layout)}, came one for {_text(own)}"
         elif self.windows.any and own.episodes != layout.episodes:
@@ -161,38 +160,6 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 
 
 _SLICE = 0.1  # seconds between two checks for a stop
-
-
-class BatchOnDevice:
-    """Copies the fields of a batch, which is filled again and again, to a device.
-
-    Args:
-        device: "cpu", "cuda" or "cuda:N".
-    """
-
-    def __init__(self, batch: Batch, device: str) -> None:
-        import torch
-
-        self._fields, self._device = dict(batch.torch()), device
-        if batch.weights is not None:
-            self._fields["weights"] = torch.from_numpy(batch.weights)
-        # The last copies to a GPU; None for other devices.
-        self._copied = torch.cuda.Event() if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Wait for the last copies, which read the batch's page-locked memory; call it before that is filled again."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the fields, and "weights" of a prioritized batch, on the device; on the host they are its memory."""
-        if self._copied is None:
-            return {name: tensor.to(self._device) for name, tensor in self._fields.items()}
-        import torch
-
-        moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in self._fields.items()}
-        self._copied.record(torch.cuda.current_stream(self._device))
-        return moved
 
 
 class Prefetch(ForkGuard, Closing):

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox import native
-from jurybox.protocol.errors import SharedMemoryError, Timeout
+from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.segment import OWNER_LOCK, Segment, directory, segment_name, try_lock
 from jurybox.training.replay.layout import Layout, PartLayout
-from jurybox.training.replay.options import FULL_MODES, NotEnoughRows
+from jurybox.training.replay.options import FULL_MODES
 
 _LONGEST_NAME = 100
 
@@ -162,54 +162,6 @@ class Part:
             self.slots[first : first + rows].data,
             offset,
             strides=(self.layout.slot.size, *packed_strides(spec.stored_shape, spec.stored_dtype.itemsize)),
-        )
-
-    def draw(
-        self,
-        columns: native.ReplayColumns,
-        n: int,
-        first: int,
-        *,
-        replace: bool,
-        prioritized: bool,
-        beta: float,
-        timeout: float | None = None,
-    ) -> None:
-        """Draw n rows into `columns` from position `first` on.
-
-        Args:
-            timeout: seconds to wait for the rate limiter; None: the ring's.
-
-        Raises:
-            NotEnoughRows: there are too few rows to draw.
-            Timeout: the rate limiter allowed no sample.
-        """
-        ring = self.ring
-        wait = ring.timeout if timeout is None else max(0.0, timeout)
-        status = ring.sample(columns, n, first, replace, prioritized, beta, self.mark, wait)
-        if status == 0:
-            return
-        rows, kind = ring.size, "anchor" if self.mark else "replay"
-        if status < 0:
-            raise Timeout(
-                f"the rate limiter let no {n} rows be sampled within {wait} s ({ring.added} added); "
-                "add more rows, or give a longer timeout"
-            )
-        if rows == 0:
-            raise NotEnoughRows(f"the {kind} is empty: expected rows to sample {n} from; add some first")
-        if not replace:
-            raise NotEnoughRows(
-                f"the {kind} cannot give {n} different rows: it holds {rows}, "
-                f"and fewer may fit or be whole; ask for fewer{', or give a smaller anchor_ratio' if self.mark else ''}"
-            )
-        raise NotEnoughRows(
-            f"the {kind} holds {rows} rows, and none could be handed out: each is being written, or its "
-            "episode does not reach as far as the windows ask (the newest rows of running episodes never do). "
-            + (
-                "End the anchor's episodes, ask for shorter windows, or give anchor_ratio=0 to sample the others alone"
-                if self.mark
-                else "Add more rows, end their episodes, or ask for shorter windows"
-            )
         )
 
 

@@ -12,17 +12,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from jurybox import native
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Refused, SpecMismatch
+from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.segment import Segment
 from jurybox.training.replay import load as loading
 from jurybox.training.replay import save as saving
 from jurybox.training.replay.batch import Batch, Prefetch
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.options import FINITE_ERRORS, Episodes, Field, FullMode, RateLimiter, Windows
+from jurybox.training.replay.options import (
+    FINITE_ERRORS,
+    Episodes,
+    Field,
+    FullMode,
+    NotEnoughRows,
+    RateLimiter,
+    Windows,
+)
 from jurybox.training.replay.part import (
     Counters,
+    Part,
     check_name,
     format_parts,
     join_segment,
@@ -258,7 +268,8 @@ class Replay:
             batch = Batch(self.layout, [part.ring for part in self.parts], n, windows)
         else:
             batch = out
-            batch.check_layout(self.layout)
+            if batch.layout is not self.layout:
+                batch.check_layout(self.layout)
         prioritized = self.layout.prioritized and not uniform
         if prioritized and not replace:
             raise SpecMismatch("prioritized samples are drawn with replacement: give uniform=True with replace=False")
@@ -267,14 +278,70 @@ class Replay:
         kept = self.parts[1] if len(self.parts) > 1 and self.parts[1].ring.size else None
         fixed = 0 if kept is None else n if not self._pool.ring.size else round(n * anchor_ratio)
         if fixed < n or n == 0:  # first, because only these rows are waited for
-            self._pool.draw(
-                batch.columns[0], n - fixed, fixed, replace=replace, prioritized=prioritized, beta=beta, timeout=timeout
+            self._draw(
+                self._pool,
+                batch.columns[0],
+                n - fixed,
+                fixed,
+                replace=replace,
+                prioritized=prioritized,
+                beta=beta,
+                timeout=timeout,
             )
         if kept is not None:
-            kept.draw(batch.columns[1], fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
+            self._draw(kept, batch.columns[1], fixed, 0, replace=replace, prioritized=prioritized, beta=beta)
         if prioritized and 0 < fixed < n:
             self._weigh_together(batch, n, fixed, beta)
         return batch
+
+    def _draw(
+        self,
+        part: Part,
+        columns: native.ReplayColumns,
+        n: int,
+        first: int,
+        *,
+        replace: bool,
+        prioritized: bool,
+        beta: float,
+        timeout: float | None = None,
+    ) -> None:
+        """Draw n rows of a part into `columns` from position `first` on.
+
+        Args:
+            timeout: seconds to wait for the rate limiter; None: the ring's.
+
+        Raises:
+            NotEnoughRows: there are too few rows to draw.
+            Timeout: the rate limiter allowed no sample.
+        """
+        ring = part.ring
+        wait = ring.timeout if timeout is None else max(0.0, timeout)
+        status = ring.sample(columns, n, first, replace, prioritized, beta, part.mark, wait)
+        if status == 0:
+            return
+        rows, kind = ring.size, "anchor" if part.mark else "replay"
+        if status < 0:
+            raise Timeout(
+                f"the rate limiter let no {n} rows be sampled within {wait} s ({ring.added} added); "
+                "add more rows, or give a longer timeout"
+            )
+        if rows == 0:
+            raise NotEnoughRows(f"the {kind} is empty: expected rows to sample {n} from; add some first")
+        if not replace:
+            raise NotEnoughRows(
+                f"the {kind} cannot give {n} different rows: it holds {rows}, "
+                f"and fewer may fit or be whole; ask for fewer{', or give a smaller anchor_ratio' if part.mark else ''}"
+            )
+        raise NotEnoughRows(
+            f"the {kind} holds {rows} rows, and none could be handed out: each is being written, or its "
+            "episode does not reach as far as the windows ask (the newest rows of running episodes never do). "
+            + (
+                "End the anchor's episodes, ask for shorter windows, or give anchor_ratio=0 to sample the others alone"
+                if part.mark
+                else "Add more rows, end their episodes, or ask for shorter windows"
+            )
+        )
 
     def _weigh_together(self, batch: Batch, n: int, fixed: int, beta: float) -> None:
         """Put the weights of both parts on one scale: (N P(i)) ** -beta, where P counts the share of the part, too.

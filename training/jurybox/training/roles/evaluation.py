@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from jurybox.training.algorithms.base import Array, Progress
-from jurybox.training.contract import ContractBroken
 from jurybox.training.environments.adapter import Adapter, Waiting
 from jurybox.training.roles.policy_client import players
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Evaluator, RoleContext
-from jurybox.training.spaces import MASK
+from jurybox.training.spaces import MASK, ContractBroken
 
 Chooses = Callable[[Waiting], Array]
 

@@ -1,10 +1,10 @@
-"""What both learners have in common: the algorithm, the network that it publishes, statistics of observations."""
+"""The learners of any algorithm: from a replay, and from the newest policy's steps alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +12,41 @@ import torch
 from torch import nn
 
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.base import AlgorithmUnusable, Progress, Update
+from jurybox.training.algorithms.base import (
+    AlgorithmUnusable,
+    Batch,
+    Floats,
+    OffPolicySettings,
+    OnPolicySettings,
+    Progress,
+    Rollout,
+    Update,
+)
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.replay import Batch as Sampled
+from jurybox.training.replay import Field, Windows
 from jurybox.training.replay.cursor import Cursor
 from jurybox.training.roles.curriculum import Curriculum
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Learner, RoleContext
+from jurybox.training.spaces import DISCOUNTED, MASK
 
 _MOST_DEVIATIONS = 10.0  # of a normalised reward
+_REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
+_UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
+_SAMPLE_ROWS, _FIRST_SAMPLE_ROWS = 256, 8192  # rows that it sees at an update
+
+COLUMNS: Mapping[str, Field] = {
+    "ended": Field((), "bool"),  # the episode, however
+    "environment": Field((), "int64"),  # whose row it is: an environment's, or an agent's in one
+    "t": Field((), "int64"),  # the next row of the same episode has the next number
+    "updates": Field((), "int64"),  # made before the policy that acted was published
+}
+"""Columns of a row beside observation, next_observation, action, reward, terminated and the algorithm's own."""
 
 
 class AlgorithmLearner(Learner):
@@ -189,3 +212,246 @@ class AlgorithmLearner(Learner):
 
     def adopted(self, extra: Mapping[str, Any]) -> None:
         """Go on from what was published with the weights."""
+
+
+class BatchOnDevice:
+    """Copies the fields of a batch, which is filled again and again, to a device.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+    """
+
+    def __init__(self, batch: Sampled, device: str) -> None:
+        self._fields, self._device = dict(batch.torch()), device
+        if batch.weights is not None:
+            self._fields["weights"] = torch.from_numpy(batch.weights)
+        # The last copies to a GPU; None for other devices.
+        self._copied = torch.cuda.Event() if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait for the last copies, which read the batch's page-locked memory; call it before that is filled again."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the fields, and "weights" of a prioritized batch, on the device; on the host they are its memory."""
+        if self._copied is None:
+            return {name: tensor.to(self._device) for name, tensor in self._fields.items()}
+        moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in self._fields.items()}
+        self._copied.record(torch.cuda.current_stream(self._device))
+        return moved
+
+
+class OffPolicyLearner(AlgorithmLearner):
+    """An algorithm that learns from a replay. One step is one update.
+
+    Args:
+        first: rows that the replay has to hold before its first step.
+        stack: observations of an environment that the network sees side by side; None: one, without a dimension of its
+            own.
+        beta: exponent of the importance weights, where the replay is prioritized.
+        anchor_ratio: share of each batch that comes from the replay's anchor, if it has one.
+        anchor_first: rows that the anchor has to hold before any come from it.
+        augment: "module:function", which gets each batch, by name and on the device, and returns it or another one; it
+            may change it in place.
+        options: those of `AlgorithmLearner`.
+    """
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        first: int,
+        stack: int | None = None,
+        beta: float = 0.4,
+        anchor_ratio: float = 0.0,
+        anchor_first: int = 1,
+        augment: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(context, **options)
+        s = self.algorithm.settings
+        assert isinstance(s, OffPolicySettings)
+        self._first, self._device = first, str(options.get("device", "cpu"))
+        self._beta, self._anchor_ratio, self._anchor_first = beta, anchor_ratio, anchor_first
+        self._augment: Callable[[Batch], Batch] | None = None if augment is None else load(augment)
+        following = ("observation", MASK) if self.algorithm.spec.masked else ("observation",)
+        windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following)
+        if stack is not None:
+            windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following, stack=stack, stacked=("observation",))
+        self._batch = self.replay.batch(s.batch_size, windows, pinned=self._device != "cpu")
+        self._on_device = BatchOnDevice(self._batch, self._device)
+
+    def ready(self) -> bool:
+        return self.replay.added >= self._first
+
+    def step(self) -> None:
+        own, ratio = self.context.own_steps, self.anchor_ratio()
+        # The sampler is seeded with the step, so that checkpoints need not contain its state.
+        self.replay.seed(self.seed + 2 * own)
+        if own % _UPDATE_EVERY == 0:
+            self.follow_curriculum()
+            self._see_rows(ratio)
+        self._on_device.wait()
+        self.replay.sample(self._batch.n, self._batch, beta=self._beta, anchor_ratio=ratio)
+        batch: Batch = self._on_device.tensors()
+        if self._returns is not None:
+            batch = {**batch, "reward": self.scaled(batch["reward"])}
+        update = self.learn(batch if self._augment is None else self._augment(batch))
+        if self._batch.weights is not None:
+            if update.priorities is None:
+                raise AlgorithmUnusable(
+                    f"{self.name}.update returned no priorities, which a prioritized replay needs: take another "
+                    "algorithm, or a replay that is not"
+                )
+            self.replay.update_priorities(self._batch.indices, update.priorities.cpu().numpy())
+        if own % _REPORT_EVERY == _REPORT_EVERY - 1:
+            self.tell(**update.metrics, **device_utilization(self._device))
+
+    def _see_rows(self, anchor_ratio: float) -> None:
+        """Update the statistics of observations and of returns with rows of the replay."""
+        if self._normaliser is not None:
+            rows = _FIRST_SAMPLE_ROWS if self._normaliser.count == 0 else _SAMPLE_ROWS
+            self.see(self.replay.sample(rows, uniform=True, anchor_ratio=anchor_ratio)["observation"])
+        if self._returns is not None:
+            # As many as were added since, so that each row counts about once.
+            rows = min(self.replay.added - self._returns.count, _FIRST_SAMPLE_ROWS)
+            if rows > 0:
+                self.see_returns(self.replay.sample(rows, uniform=True)[DISCOUNTED])
+
+    def anchor_ratio(self) -> float:
+        """The anchor's share of a batch: 0 until it has enough rows."""
+        parts = self.replay.parts
+        return self._anchor_ratio if len(parts) > 1 and parts[1].ring.size >= self._anchor_first else 0.0
+
+
+def device_utilization(device: str) -> dict[str, float]:
+    """Return the recent utilization of the GPU in per cent, as NVIDIA's driver measures it; nothing for a CPU.
+
+    The result is also empty if torch cannot query the driver, or without the package nvidia-ml-py.
+    """
+    if not device.startswith("cuda"):
+        return {}
+    try:
+        return {"device_utilization": float(torch.cuda.utilization(device))}
+    except (ModuleNotFoundError, RuntimeError):
+        return {}
+
+
+class OnPolicyLearner(AlgorithmLearner):
+    """An algorithm that learns from the workers' transitions since the last step, in order.
+
+    Rows of a policy that is more than `max_stale` updates older than the published one are dropped, and counted as
+    stale; those that were overwritten before they were taken count as missed. An older policy's rows are corrected by
+    the loss's ratio. A step that finds less than half a rollout, because a worker failed, leaves the rows to the next
+    step: the run's counters advance anyway, so no role waits for rows that were dropped.
+
+    Args:
+        rollout: expected number of rows in a step.
+        max_stale: see above.
+        options: those of `AlgorithmLearner`.
+    """
+
+    def __init__(self, context: RoleContext, *, rollout: int, max_stale: int = 1, **options: Any) -> None:
+        super().__init__(context, **options)
+        assert isinstance(self.algorithm.settings, OnPolicySettings)
+        self._cursor = Cursor(self.replay)
+        if context.life > 1:  # the previous process may have ended before it trained on the newest rows
+            self._cursor.resume(0)
+        self._least, self._max_stale = max(2, rollout // 2), max_stale
+        self._held: dict[str, npt.NDArray[Any]] = {}
+        self._published = self._oldest_use = self.stale = 0
+
+    def step(self) -> None:
+        self.follow_curriculum()
+        self._take_rows()
+        usable = self._held["updates"] >= max(self._published - self._max_stale, self._oldest_use)
+        self.stale += int((~usable).sum())
+        self._held = {name: column[usable] for name, column in self._held.items()}
+        skipped = len(self._held["reward"]) < self._least
+        self.tell(stale=self.stale, missed=self._cursor.missed, skipped=float(skipped))
+        if skipped:
+            return
+        rows, self._held = self._held, {}
+        if DISCOUNTED in rows:
+            self.see_returns(rows[DISCOUNTED])
+            rows = {**rows, "reward": self.scaled(rows["reward"])}
+        update = self.learn(rollout(rows, self.algorithm))
+        self.see(rows["observation"])
+        self.tell(**update.metrics)
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        self._published = self.updates
+        return super().publication()
+
+    def adopted(self, extra: Mapping[str, Any]) -> None:
+        if self._normaliser is not None:  # the weights contain the statistics, otherwise one rollout would replace them
+            own = self._features[0]
+            self._normaliser.adopt(int(extra["seen"]), own.mean.cpu().numpy(), own.scale.cpu().numpy())
+        # The previous process may have trained on all rows of weights before its last publication.
+        self._published = self._oldest_use = self.updates
+
+    def save(self) -> dict[str, Any]:
+        self._take_rows()
+        return {**super().save(), "stale": self.stale, "held": dict(self._held), "at": self._cursor.at}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._published, self.stale = self.updates, int(state["stale"])
+        self._held = {name: np.array(column) for name, column in state["held"].items()}
+        self._cursor.resume(state["at"])  # workers may have added rows since, before this process was ready
+
+    def _take_rows(self) -> None:
+        columns = self._cursor.take()
+        if self._held:
+            columns = {name: np.concatenate((self._held[name], column)) for name, column in columns.items()}
+        self._held = columns
+
+
+class Values(Protocol):
+    """What estimates values: an algorithm."""
+
+    def values(self, observation: npt.NDArray[Any]) -> Floats:
+        """Return values (n,) of rows (n, ...)."""
+
+
+def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
+    """Create a rollout from the rows of several environments.
+
+    It has a column for each environment if all made as many steps, otherwise one long column. An episode that was
+    truncated or goes on is bootstrapped with the value of its last "next_observation".
+
+    Args:
+        rows: columns (n, ...) by name.
+    """
+    order = np.lexsort((rows["t"], rows["environment"]))
+    rows = {name: column[order] for name, column in rows.items()}
+    environment, t = rows["environment"], rows["t"]
+    count = len(t)
+    ended = rows["ended"].astype(np.bool_)
+    # If the next row is not the successor (after a killed worker or a checkpoint), the episode was cut off there, too.
+    broken = np.ones(count, np.bool_)
+    broken[:-1] = (environment[1:] != environment[:-1]) | (t[1:] != t[:-1] + 1)
+    ended = ended | broken
+    final = np.zeros(count, np.float32)
+    truncated = ended & ~rows["terminated"].astype(np.bool_)
+    if truncated.any():
+        final[truncated] = learner.values(rows["next_observation"][truncated])
+    _, counts = np.unique(environment, return_counts=True)
+    columns = len(counts) if (counts == counts[0]).all() else 1
+
+    def shaped(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.ascontiguousarray(column.reshape(columns, -1, *column.shape[1:]).swapaxes(0, 1))
+
+    return Rollout(
+        observation=shaped(rows["observation"]),
+        action=shaped(rows["action"]),
+        log_prob=shaped(rows["log_prob"]),
+        value=shaped(learner.values(rows["observation"])),
+        reward=shaped(rows["reward"]),
+        terminated=shaped(rows["terminated"].astype(np.bool_)),
+        ended=shaped(ended),
+        next_value=shaped(final),
+        last_value=np.zeros(columns, np.float32),
+        mask=shaped(rows[MASK].astype(np.bool_)) if MASK in rows else None,
+    )

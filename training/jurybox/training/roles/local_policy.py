@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from jurybox.protocol.errors import SpecMismatch
+from jurybox.protocol.weights import WeightsLayout
+from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.base import Algorithm, Arrays
 from jurybox.training.algorithms.served import raw_network
-from jurybox.training.algorithms.torch_states import TorchWeights
 from jurybox.training.runtime.role_context import RoleContext
+
+__all__ = ["LocalPolicy", "TorchWeights"]
+
+
+class TorchWeights:
+    """Keeps a module at the newest published version.
+
+    On the CPU the module's tensors come to lie in one of two blocks that the publications are read into in turn: the
+    weights are copied once, and a read that fails half-way has touched nothing that the module uses.
+
+    Args:
+        reader: of the channel that the module's weights are published on.
+        module: with the channel's names, shapes and dtypes in its ``state_dict()``, on any device. Its parameters stay
+            the same objects; on the CPU their ``data`` moves.
+
+    Attributes:
+        version: of the weights in the module; 0 before the first.
+        extra: what was published with them.
+
+    Raises:
+        SpecMismatch: the module's tensors differ from the channel's; the message names how.
+    """
+
+    def __init__(self, reader: WeightsReader, module: torch.nn.Module) -> None:
+        self.version = 0
+        self.extra: dict[str, Any] = {}
+        self._reader = reader
+        tensors = module.state_dict(keep_vars=True)
+        if difference := reader.layout.difference(WeightsLayout.of(tensors)):
+            raise SpecMismatch(f"the module doesn't fit weights channel {reader.channel.name}: {difference}")
+        self._tensors: list[torch.Tensor] = [tensors[name] for name in reader.layout.places]
+        self._on_cpu = all(tensor.device.type == "cpu" for tensor in self._tensors)
+        self._blocks = [torch.empty(reader.layout.nbytes, dtype=torch.uint8) for _ in range(1 + self._on_cpu)]
+
+    def refresh(self, timeout: float = 1.0) -> bool:
+        """Load the newest version into the module if it is newer; returns whether it was.
+
+        Raises:
+            Timeout: there is a newer version, and it could not be read whole in time; the module is as it was.
+        """
+        if not self._reader.newer_than(self.version):
+            return False
+        block = self._blocks[-1]
+        version, extra = self._reader.read_flat(block.numpy(), timeout=timeout)
+        with torch.no_grad():
+            for tensor, source in zip(self._tensors, self._reader.layout.tensors(block).values(), strict=True):
+                if self._on_cpu:
+                    tensor.data = source
+                else:
+                    tensor.copy_(source)
+        self._blocks.reverse()
+        self.version, self.extra = version, extra
+        return True
 
 
 class LocalPolicy:

@@ -23,7 +23,6 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import State as Arrays
 from jurybox.protocol.weights.reader import Weights, WeightsReader
 from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomically, write_state
-from jurybox.training.contract import check_losses
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, RoleSpec
 from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, ControlWord, Order, State, Subject, Word
@@ -38,8 +37,26 @@ _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
 
 
+class Diverged(ValueError):
+    """A learner's numbers are not finite any more."""
+
+
+def check_losses(metrics: Mapping[str, Any]) -> None:
+    """Check that a learner's losses are finite: the metrics whose names have "loss" in them.
+
+    Raises:
+        Diverged: one is not.
+    """
+    for name, value in metrics.items():
+        if "loss" in name and not np.isfinite(float(value)):
+            raise Diverged(
+                f"{name} is {float(value)}: the learner has diverged. Lower its learning_rate, or bound rewards and "
+                "observations; checkpoints/best and the checkpoints are from before"
+            )
+
+
 class Refreshable(Protocol):
-    """Keeps itself at the newest weights, such as `algorithms.torch_states.TorchWeights`."""
+    """Keeps itself at the newest weights, such as `roles.local_policy.TorchWeights`."""
 
     version: int
 

@@ -18,7 +18,6 @@ from gymnasium.utils.env_checker import check_env
 from jurybox.processes.surroundings import kept
 from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.registry import ALGORITHMS, make
-from jurybox.training.contract import ContractBroken, Stepped, begun, stepped
 from jurybox.training.environments.gymnasium_env import (
     Actions,
     Environment,
@@ -26,7 +25,7 @@ from jurybox.training.environments.gymnasium_env import (
     Observations,
     make_environment,
 )
-from jurybox.training.spaces import AgentSpec, StrangeObservation
+from jurybox.training.spaces import AgentSpec, ContractBroken, Stepped, StrangeObservation, begun, stepped
 
 _AGAIN = 20  # steps that are made twice with one seed
 _SLOW = 5.0  # seconds of a reset that are worth a word

@@ -295,7 +295,7 @@ def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
         **{name: Column(shape) for name, shape in algorithm.columns.items()},
     }
     if algorithm.on_policy:
-        from jurybox.training.roles.on_policy import COLUMNS
+        from jurybox.training.roles.learner import COLUMNS
 
         found |= {"next_observation": Column((seen.size,), seen.dtype), **COLUMNS}
     return found
@@ -357,7 +357,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
-                f"{_ROLES}.{'on_policy:OnPolicyLearner' if on_policy else 'off_policy:OffPolicyLearner'}",
+                f"{_ROLES}.learner:{'OnPolicyLearner' if on_policy else 'OffPolicyLearner'}",
                 learner,
                 samples=(NAME,),
                 publishes=NAME,

@@ -16,7 +16,7 @@ from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
 from jurybox.training.environments.pettingzoo_env import AgentSpaces, agent_spaces, check_names, make_world
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as ReplayField
-from jurybox.training.roles.on_policy import COLUMNS
+from jurybox.training.roles.learner import COLUMNS
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -467,7 +467,7 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
         # update old would stop at once.
         rules = {**same, "target_kl": None, **settings.ppo.model_dump(exclude={"n_steps", "max_stale"})}
         algorithm, own = _REFINED_PPO, {"n_steps": settings.ppo.n_steps, "rules": rules}
-        make, publish_every = f"{_ROLES}.on_policy:OnPolicyLearner", min(1, settings.publish_interval)
+        make, publish_every = f"{_ROLES}.learner:OnPolicyLearner", min(1, settings.publish_interval)
         more: dict[str, Any] = {"rollout": rollout, "max_stale": settings.ppo.max_stale}
     else:
         algorithm = settings.algorithm
@@ -477,7 +477,7 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
             "train_freq": settings.train_freq,
             "target_update_interval": settings.target_update_interval * settings.train_freq,
         }
-        make, publish_every = f"{_ROLES}.off_policy:OffPolicyLearner", settings.publish_interval
+        make, publish_every = f"{_ROLES}.learner:OffPolicyLearner", settings.publish_interval
         # The newest rows of each agent in each world have no successor yet.
         unsampled = members * (settings.n_steps + 1)
         more = {"first": max(settings.learning_starts, unsampled + 1), "stack": settings.frames, "device": device}

@@ -40,8 +40,7 @@ from gymnasium.vector import AutoresetMode
 
 from jurybox.processes import end_with, thread_limits
 from jurybox.protocol.segment import Segment
-from jurybox.training.contract import begun, stepped
-from jurybox.training.spaces import converted
+from jurybox.training.spaces import begun, converted, stepped
 from jurybox.training.vector.layout import arrange, put, take
 
 THREAD_LIMITS = thread_limits(1)
