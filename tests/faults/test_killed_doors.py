@@ -7,6 +7,7 @@ test_killed_dialects.py and test_robot_kills.py.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from dataclasses import dataclass, field
@@ -32,9 +33,9 @@ class Acted:
     wrong: list[object] = field(default_factory=list)
 
 
-def act(server: RunningServer, speaks: str, acted: Acted, over: threading.Event) -> None:
-    """Send observations until `over`, on another connection after each that ended."""
-    number = 0
+def act(server: RunningServer, speaks: str, acted: Acted, rush: threading.Event, over: threading.Event) -> None:
+    """Send observations until `over`, on another connection after each that ended; with pauses unless in a `rush`."""
+    number, dice = 0, random.Random(speaks)
     while not over.is_set():
         try:
             with server.connect() as near:
@@ -42,6 +43,7 @@ def act(server: RunningServer, speaks: str, acted: Acted, over: threading.Event)
             with robots.CLIENTS[speaks](address) as ask:
                 misses = 0
                 while not over.is_set() and misses < MISSES:
+                    rush.wait(dice.uniform(0.0, REST))
                     number = number % 250 + 1
                     said = ask(number)
                     misses = misses + 1 if said is None else 0
@@ -71,7 +73,9 @@ def test_no_door_invents_a_score_or_an_action_in_a_thousand_kills(tmp_path, monk
         tmp_path, models, dialects=dialects.DIALECTS, http="127.0.0.1:0", more=robots.DOORS, standby=True,
         replicas=ENGINES, threads=1, max_restarts=10_000,
     ) as server:  # fmt: skip
-        threads = [threading.Thread(target=act, args=(server, *one, over), daemon=True) for one in acted.items()]
+        threads = [
+            threading.Thread(target=act, args=(server, *one, told.rush, over), daemon=True) for one in acted.items()
+        ]
         for thread in threads:
             thread.start()
         try:

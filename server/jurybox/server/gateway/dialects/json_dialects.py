@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import isinf
@@ -51,10 +52,10 @@ def _openrlhf(body: bytes) -> Request:
     return Request(columns, len(queries), parameters=scalars(given))
 
 
-def read(body: bytes) -> dict[str, Any]:
-    """Parse a body that must be a JSON object. Raises ProtocolMismatch, SpecMismatch."""
+def read(body: bytes, check: Callable[[bytes], None] | None = None) -> dict[str, Any]:
+    """Parse a body that must be a JSON object; see `parsed`. Raises ProtocolMismatch, SpecMismatch."""
     try:
-        given = parsed(body)
+        given = parsed(body, check)
     except (ValueError, RecursionError) as error:
         raise ProtocolMismatch(f"the body is not JSON: {said(error, 200)}", Code.MALFORMED) from error
     if type(given) is not dict:
@@ -62,17 +63,24 @@ def read(body: bytes) -> dict[str, Any]:
     return given
 
 
-def parsed(body: bytes) -> Any:
+def parsed(body: bytes, check: Callable[[bytes], None] | None = None) -> Any:
     """Parse JSON like json.loads, but refuse numbers that are too large for a float (ValueError).
 
     Long strings (pictures) are cut out before, because json.loads would examine each of their characters.
+
+    Args:
+        check: called with the JSON before it is parsed, without long strings; may raise an Error.
     """
     if len(body) > 2 * _LONG and json.detect_encoding(body) == "utf-8":
         rest, texts = native.json_cut(bytes(body), _LONG) or (b"", [])
         if texts:
+            if check is not None:
+                check(rest)
             left = iter(texts)
             with suppress(ValueError, RecursionError):  # json.loads of the whole body raises the right error
                 return json.loads(rest, parse_float=_finite, parse_constant=lambda _: next(left))
+    if check is not None:
+        check(body)
     return json.loads(body, parse_float=_finite)
 
 

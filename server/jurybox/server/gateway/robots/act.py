@@ -26,7 +26,7 @@ from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.robots.counters import RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
 from jurybox.server.gateway.robots.gr00t_observations import Gr00tObservation, gr00t_observation
-from jurybox.server.gateway.robots.json_arrays import dumps, loads
+from jurybox.server.gateway.robots.json_arrays import dumps, dumps_rows, loads
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed
 from jurybox.server.gateway.robots.policy import ACTIONS
 from jurybox.server.security.doors import RETRY_AFTER
@@ -114,7 +114,7 @@ class ActDoor(RobotDoor):
                 async with self.policy.episode(PATIENCE, returns=True) as episode:
                     with self.connected():
                         outputs = await episode.infer(gr00t.values if gr00t else request, needs_actions=False)
-                answer = dumps(_nested(gr00t, outputs) if gr00t else _action(outputs))
+                answer = dumps(_nested(gr00t, outputs)) if gr00t else _action(outputs)
                 return json.dumps(answer.decode()).encode() if encoded else answer
             finally:
                 held.give()
@@ -137,12 +137,12 @@ def _read(body: bytes) -> tuple[dict[str, Any], bool]:
     return loads(request["encoded"].encode("utf-8", "surrogatepass")), True
 
 
-def _action(outputs: dict[str, Any]) -> Any:
-    """Return a model's answer: the action as an array, a chunk as a list of them; of several outputs each by name."""
+def _action(outputs: dict[str, Any]) -> bytes:
+    """Write a model's answer: the action as an array, a chunk as a list of them; of several outputs each by name."""
     if len(outputs) > 1 and ACTIONS not in outputs:
-        return outputs
+        return dumps(outputs)
     actions = np.asarray(outputs[ACTIONS] if ACTIONS in outputs else next(iter(outputs.values())))
-    return list(actions) if actions.ndim == 2 else actions
+    return dumps_rows(actions) if actions.ndim == 2 else dumps(actions)
 
 
 def _nested(observation: Gr00tObservation, outputs: dict[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,8 @@ def loads(body: bytes) -> dict[str, Any]:
         Malformed: it is no JSON object; an array's data have not the size of dtype and shape; it has more than
             MOST_ITEMS values; or nests objects deeper than MOST_DEPTH.
     """
-    if body.count(b",") > MOST_ITEMS:
-        raise Malformed(f"a message has more than {MOST_ITEMS} values: send numbers in arrays (json_numpy)")
     try:
-        given = read(body)
+        given = read(body, _few)
     except (ProtocolMismatch, SpecMismatch) as error:
         raise Malformed(str(error)) from error
     found: dict[str, Any] = {key: _value(value, 1) for key, value in given.items()}
@@ -44,6 +42,19 @@ def loads(body: bytes) -> dict[str, Any]:
 def dumps(value: Any) -> bytes:
     """Write None, bool, numbers, text, lists, dicts and arrays as JSON."""
     return json.dumps(value, default=_written).encode()
+
+
+def dumps_rows(array: NDArray[Any]) -> bytes:
+    """Write an array as the list of its rows, each an array: `dumps(list(array))` in a tenth of the time."""
+    data, size = array.tobytes(), array.nbytes // max(1, len(array))
+    rest = f'", "dtype": "{array.dtype.str}", "shape": {list(array.shape[1:])}}}'.encode()
+    texts = [binascii.b2a_base64(data[i * size : (i + 1) * size], newline=False) for i in range(len(array))]
+    return b"[" + b", ".join([b'{"__numpy__": "' + text + rest for text in texts]) + b"]"
+
+
+def _few(body: bytes) -> None:
+    if body.count(b",") > MOST_ITEMS:
+        raise Malformed(f"a message has more than {MOST_ITEMS} values: send numbers in arrays (json_numpy)")
 
 
 def _value(value: Any, depth: int) -> Any:
