@@ -51,7 +51,7 @@ DIALECTS = {
     "reward_model": {"model": "text_length", "output": "score", "timeout": 20.0, "decimals": 0},
     "pairs": {"speaks": "reward_model", "model": "pair", "timeout": 20.0},
     "nemo_gym": {"model": "text_length", "output": "score", "timeout": 20.0},
-    "robometer": {"model": "frames", "output": "score", "timeout": 20.0},
+    "robometer": {"model": "frames", "output": "score", "timeout": 20.0, "score_range": [2.0, 3.0]},
 }
 CLIENTS = 16
 CALL = 90.0  # seconds until a request counts as lost

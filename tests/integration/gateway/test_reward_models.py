@@ -30,7 +30,7 @@ DIALECTS = {
     "gym": {"speaks": "nemo_gym", "model": "text_length", "output": "score"},
     "labelled": {"speaks": "nemo_gym", "model": "text_length", "output": "score", "inputs": {"text": "expected"}},
     "panelled": {"speaks": "nemo_gym", "model": "both"},
-    "robometer": {"model": "frames", "output": "score"},
+    "robometer": {"model": "frames", "output": "score", "score_range": [0.0, 4.0]},
 }  # fmt: skip
 PANELS = """
 [panels.both.members]

@@ -523,7 +523,8 @@ class DialectSettings(_Strict):
 
 # Settings that only some dialects use. To others they would promise what nothing does.
 _ONLY_OF = {
-    **dict.fromkeys(("like", "score_range", "decimals"), frozenset({"reward_model"})),
+    **dict.fromkeys(("like", "decimals"), frozenset({"reward_model"})),
+    "score_range": frozenset({"reward_model", "robometer"}),
     "pickles_from_elsewhere": PICKLED,
 }
 

@@ -76,12 +76,10 @@ def judged(intake: Intake, given: dict[str, Any]) -> Request:
     if given.get("stream") or given.get("n") not in (None, 1):
         raise Refused("expected stream = false and n = 1: the answer is one number", Code.UNSUPPORTED)
     model, form = plain(given.get("model") or "", 100), intake.form
-    lowest, highest = form.score_range or (0.0, math.inf)
 
     def written(scores: list[float]) -> dict[str, Any]:
         (score,) = scores
-        if not lowest <= score <= highest:
-            raise Unscored(f"the score is {score:g}, expected {lowest:g} to {highest:g}: see score_range")
+        form.require_in_range(score, math.inf)
         return _completion(model, f"{score:.{form.decimals}f}")
 
     return conversation(given.get("messages"))._replace(context=written)

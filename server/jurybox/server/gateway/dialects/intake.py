@@ -27,7 +27,7 @@ class AnswerForm(NamedTuple):
 
     Attributes:
         like: the server whose form it is, where two answer the same request differently.
-        score_range: [lowest, highest] that a judge may say; empty: 0 and more.
+        score_range: [lowest, highest] of a score, where clients change others; empty: what they leave as it is.
         decimals: digits after the point of a number that a judge says.
         weights: those of a panel's members, by name.
     """
@@ -36,6 +36,12 @@ class AnswerForm(NamedTuple):
     score_range: Sequence[float] = ()
     decimals: int = 6
     weights: Mapping[str, float] = MappingProxyType({})
+
+    def require_in_range(self, score: float, most: float) -> None:
+        """Raise Unscored for a score outside `score_range`, by default 0 to `most`, which the client would change."""
+        lowest, highest = self.score_range or (0.0, most)
+        if not lowest <= score <= highest:
+            raise Unscored(f"the score is {score:g}, expected {lowest:g} to {highest:g}: see score_range")
 
 
 class RequestScores(NamedTuple):

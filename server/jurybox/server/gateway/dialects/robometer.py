@@ -5,8 +5,9 @@
         KEY                  a .npy file: uint8 (frames, height, width, 3)
         -> {"outputs_progress": {"progress_pred": [[float], ...]}, "outputs_preference": null, "outputs_success": null}
 
-The client takes the last value of each list, and reads a missing one as 0: so a video without a score fails the
-request. A juror scores a whole video, so values for each frame (`use_frame_steps`) are refused.
+The client takes the last value of each list, reads a missing one as 0, and moves others to the nearest of 0 and 1: so
+a video without a score fails the request, and one with a score outside `score_range`, 0 to 1 by default. A juror scores
+a whole video, so values for each frame (`use_frame_steps`) are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MOST_HEAD = 4096  # bytes of a part's head
 
 async def robometer(intake: Intake, body: bytes) -> HttpReply:
     """Answer a batch of videos. Raises ProtocolMismatch, SpecMismatch, Refused, Error."""
-    return await intake.answered(_asked, _answer, body)
+    return await intake.answered(_asked, lambda _, scores: _answer(intake, scores), body)
 
 
 def about(_intake: Intake) -> dict[str, Any]:
@@ -36,7 +37,9 @@ def about(_intake: Intake) -> dict[str, Any]:
     return {"/health": {"status": "healthy", "available_gpus": 1, "total_gpus": 1}}
 
 
-def _answer(_request: Request, scores: RequestScores) -> HttpReply:
+def _answer(intake: Intake, scores: RequestScores) -> HttpReply:
+    for score in scores.values:
+        intake.form.require_in_range(score, 1.0)
     progress = {"progress_pred": [[score] for score in scores.values]}
     answer = {"outputs_preference": None, "outputs_progress": progress, "outputs_success": None}
     return versioned(answer, scores.version)
