@@ -163,7 +163,7 @@ def kind_of(name: str) -> Kind:
         return Kind(text, text_bodies, lambda: Letters().eval(), "letters", list, lines)
     if name == "films":
         frames = lambda samples: torch.from_numpy(np.stack([np.load(io.BytesIO(one)) for one in samples]))  # noqa: E731
-        lines = '[dialects.robometer]\nmodel = "juror"\n'
+        lines = '[dialects.robometer]\nmodel = "juror"\nscore_range = [-1e9, 1e9]\n'
         return Kind(film(), film_bodies, lambda: Films().eval(), "films", frames, lines)
     names = ("flow_grpo", "verl_omni", "unirl", "flow_factory", "cosmos")
     lines = "".join(f'[dialects.{one}]\nmodel = "juror"\nreward = "conv"\n' for one in names)

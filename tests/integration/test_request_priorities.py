@@ -1,5 +1,6 @@
 """Priorities: of requests that wait for an engine, those of a higher one are computed first, over every transport."""
 
+import base64
 import json
 import time
 import urllib.request
@@ -78,6 +79,27 @@ def test_a_parameter_of_the_open_inference_protocol_sets_a_requests_priority(ser
 
         assert come_first(server, lambda: send(3), lambda: send(1, priority=1))
         assert come_first(server, lambda: send(3, priority=3), lambda: send(1, priority=0))
+
+
+def test_a_doors_requests_have_the_priority_of_its_settings(tmp_path):
+    models = {"text": {"factory": "tests.reward_models:text_length"}, "arm": {"factory": "tests.robot_models:vla"}}
+    doors = {"openrlhf": {"model": "text", "output": "score", "priority": 3}}
+    robots = '[robots.arm]\nmodel = "arm"\nspeaks = "act"\nlisten = "127.0.0.1:0"\npriority = 1\n'
+    with (
+        serving(tmp_path, models, dialects=doors, http="127.0.0.1:0", more=robots) as running,
+        running.connect() as client,
+    ):
+        lanes = client._link.scoreboard.lanes
+        url = f"http://{running.listening('http')}/dialects/openrlhf"
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps({"query": ["abc"]}).encode())) as answer:
+            assert json.load(answer)["rewards"] == [3.0]
+        assert 3 in lanes["priority"] and 1 not in lanes["priority"]
+        picture = {"__numpy__": base64.b64encode(bytes([9]) * 144).decode(), "dtype": "|u1", "shape": [8, 6, 3]}
+        observed = json.dumps({"image": picture, "instruction": "go"}).encode()
+        url = f"http://{client.status()['server']['robots']['arm']}/act"
+        with urllib.request.urlopen(urllib.request.Request(url, observed), timeout=60.0) as answer:
+            assert json.load(answer)
+        assert 1 in lanes["priority"]
 
 
 def test_a_connections_priority_is_that_of_its_models_and_is_kept_when_a_lane_grows(server):

@@ -21,6 +21,7 @@ import numpy as np
 
 from jurybox.client.juror_calls import CallAnswer, CallPart, WaitingCalls
 from jurybox.client.juror_rows import CallRows, Inputs
+from jurybox.client.row_allocator import whole
 from jurybox.client.server import Server, connect
 from jurybox.protocol.errors import (
     Busy,
@@ -36,6 +37,7 @@ from jurybox.protocol.errors import (
     said,
 )
 from jurybox.protocol.locks import NESTED
+from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class Juror:
         output: name of the output that is the score; required if the model has several.
         address: address of the server. Defaults to JURYBOX_ADDRESS, then to the default address.
         timeout: seconds to wait for a score before it counts as missing.
+        priority: of its requests, 1 (first), 2 (normal) or 3 (last); see `Server.model`.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Juror:
         output: str | None = None,
         address: str | None = None,
         timeout: float = 60.0,
+        priority: int = NORMAL,
     ) -> None:
         self.name = model if isinstance(model, str) else "+".join(model)
         self._panel = None if isinstance(model, str) else dict(model)
@@ -117,6 +121,7 @@ class Juror:
         self._output = output
         self._address = address
         self._timeout = timeout
+        self._priority = whole(priority, "priority", FIRST, LAST)
         self._start()
 
     def _start(self) -> None:
@@ -133,7 +138,7 @@ class Juror:
         self._members: dict[str, tuple[float, Juror]] = {} if self._panel is None else self._jurors(self._panel)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("name", "_panel", "_partial", "_inputs", "_output", "_address", "_timeout")
+        kept = ("name", "_panel", "_partial", "_inputs", "_output", "_address", "_timeout", "_priority")
         return {key: getattr(self, key) for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,6 +292,7 @@ class Juror:
                 output=given.pop("output", None),
                 address=given.pop("address", self._address),
                 timeout=self._timeout,
+                priority=self._priority,
             )
             if given:
                 known = "weight, model, output, address"
@@ -370,7 +376,7 @@ class Juror:
 
         If the name is a panel's, set its members and return none.
         """
-        server = connect(self._address, timeout=self._timeout)
+        server = connect(self._address, timeout=self._timeout, priority=self._priority)
         try:
             try:
                 models = [server.model(self.name)]

@@ -60,7 +60,7 @@ def answered(http, path, body):
 
 @pytest.mark.parametrize("path", ["/texts/classify", "/texts/v1/classify"])
 def test_classify_as_vllm_has_it(http, path):
-    asked = {"model": "rm", "input": ["ab", "größer"], "use_activation": False, "request_id": "r1", "priority": 3}
+    asked = {"model": "rm", "input": ["ab", "größer"], "use_activation": False, "request_id": "r1", "priority": 0}
     reply = answered(http, path, asked)
     assert (reply["id"], reply["object"], reply["model"]) == ("r1", "list", "rm")
     assert [(one["index"], one["probs"], one["num_classes"], one["label"]) for one in reply["data"]] == [
@@ -138,6 +138,46 @@ def test_kserves_first_version(http):
     assert models["models"] == ["ranker"] == [one["id"] for one in models["data"]]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", 3), ("use_activation", True), ("softmax", True), ("truncate_prompt_tokens", 16), ("dimensions", 2),
+        ("chat_template", "{{ messages }}"), ("add_generation_prompt", True), ("mm_processor_kwargs", {"size": 8}),
+        ("lora_path", "other"), ("max_tokens_per_doc", 9),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/texts/classify", {"input": "abc"}),
+        ("/texts/classify", {"text": ["abc"]}),
+        ("/texts/pooling", {"input": "abc"}),
+        ("/texts/v1/embeddings", {"input": "abc"}),
+        ("/texts/predict", {"inputs": "abc"}),
+        ("/texts", {"messages": ["abc"]}),
+        ("/texts/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+        ("/pairs/score", {"text_1": "a", "text_2": "b"}),
+        ("/pairs/v2/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(http, path, body, field, value):
+    reply = http.post(path, json={**body, field: value})
+    assert 400 <= reply.status_code < 500
+    assert reply.json()["error"]["message"].startswith(f"{field} = ")
+
+
+def test_fields_that_change_no_number_are_accepted(http):
+    harmless = {
+        "model": "rm", "user": "me", "priority": 0, "truncate_prompt_tokens": -1, "use_activation": None,
+        "softmax": False, "add_special_tokens": False, "cache_salt": "x", "padding": True, "mm_processor_kwargs": {},
+        "dimensions": 1, "truncate": True, "raw_scores": False, "encoding_format": "float",
+    }  # fmt: skip
+    assert answered(http, "/texts/classify", {"input": "abc", **harmless})["data"][0]["probs"] == [3.0]
+    more = {"temperature": 0.0, "max_tokens": 8, "n": 1, "stream": False, "response_format": {"type": "text"}}
+    asked = chat("abc", **{**harmless, **more, "model": "judge-1"})
+    assert answered(http, "/judge/v1/chat/completions", asked)["choices"][0]["message"]["content"] == "3"
+
+
 @pytest.mark.parametrize("path", ["", "/", "/v1/score/evaluation"])
 def test_llama_factorys_rewards(http, path):
     assert answered(http, "/texts" + path, {"model": "model", "messages": ["ab", "abc"]}) == {"scores": [2.0, 3.0]}
@@ -159,8 +199,12 @@ def test_a_judge_answers_a_chat_with_digits(http):
     ("body", "reason"),
     [
         (chat("x" * 11), "the score is 11, expected 1 to 10"),
-        (chat("abc", stream=True), "stream = false"),
-        (chat("abc", n=2), "n = 1"),
+        (chat("abc", stream=True), "stream = True is not supported: the answer is one number"),
+        (chat("abc", n=2), "n = 2 is not supported"),
+        (chat("abc", response_format={"type": "json_object"}), "response_format = {'type': 'json_object'} is"),
+        (chat("abc", logprobs=True), "logprobs = True is not supported"),
+        (chat("abc", tools=[{"type": "function"}]), "tools = [{'type': 'function'}] is not supported"),
+        (chat("abc", priority=-1), "priority = -1 is not supported"),
         ({"messages": []}, "expected messages"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "expected messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "expected messages"),

@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from jurybox.protocol.address import default_address, is_loopback, local_address
 from jurybox.protocol.errors import Refused, did_you_mean
 from jurybox.protocol.parameters import MOST_PARAMETERS, RESERVED, Parameter
-from jurybox.protocol.scoreboard import MAX_ENGINES, MAX_MODELS
+from jurybox.protocol.scoreboard import FIRST, LAST, MAX_ENGINES, MAX_MODELS, NORMAL
 from jurybox.protocol.spec import OIP_NAMES, TensorSpec
 from jurybox.protocol.wire import MAX_NAME
 from jurybox.server.doctor.host import torch_has_cuda, visible_cuda_devices
@@ -448,6 +448,7 @@ class RobotSettings(_Strict):
     listen: Annotated[str, AfterValidator(check_host_port)]
     clients: int = Field(default=64, ge=1, le=1024)
     timeout: Seconds = 60.0
+    priority: Annotated[int, Field(ge=FIRST, le=LAST)] = NORMAL
     ping: Seconds = 20.0
     metadata: dict[str, JsonValue] = {}
     unprotected: bool = False
@@ -497,6 +498,7 @@ class DialectSettings(_Strict):
     reward: str | None = None
     resize: list[Annotated[int, Field(ge=1, le=8192)]] = Field(default=[], max_length=2)
     timeout: Seconds = 100.0
+    priority: Annotated[int, Field(ge=FIRST, le=LAST)] = NORMAL
     port: int | None = Field(default=None, ge=0, le=65535)
     host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
     pickles_from_elsewhere: bool = False

@@ -22,6 +22,7 @@ import uuid
 from typing import Any
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain
+from jurybox.server.gateway.dialects.body_fields import require_chat
 from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, Unscored
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
 
@@ -73,8 +74,7 @@ def _completion(model: str, content: str) -> dict[str, Any]:
 
 def judged(intake: Intake, given: dict[str, Any]) -> Request:
     """Return the row of a chat, whose answer is its score in digits. Raises ProtocolMismatch, SpecMismatch, Refused."""
-    if given.get("stream") or given.get("n") not in (None, 1):
-        raise Refused("expected stream = false and n = 1: the answer is one number", Code.UNSUPPORTED)
+    require_chat(given)
     model, form = plain(given.get("model") or "", 100), intake.form
 
     def written(scores: list[float]) -> dict[str, Any]:
@@ -128,6 +128,7 @@ def about(intake: Intake) -> dict[str, dict[str, Any]]:
 
 def _asked(body: bytes) -> Request:
     given = read(body)
+    require_chat(given)
     messages = given.get("messages")
     if type(messages) is not list or len(messages) != 1 or type(messages[0]) is not dict:
         raise ProtocolMismatch(_SPOKEN, Code.MALFORMED)

@@ -1,8 +1,8 @@
 """Reward models behind the address of vLLM, SGLang, LMDeploy, TEI, KServe (V1) or LLaMA-Factory: a number for a text.
 
 The path and the form of a request say which of them its client expects; where two answer the same request differently,
-the setting `like` does. All numbers are the juror's own: no sigmoid or softmax is applied, whatever a request asks. The
-names of models in requests are echoed and not looked at.
+the setting `like` does. All numbers are the juror's own: no sigmoid or softmax is applied, and a request that asks for
+one is refused (body_fields.py). The names of models in requests are echoed and not looked at.
 
 A text is one of `input`, `text`, `inputs`, `messages` (LLaMA-Factory) or `instances`; a pair is a query and a document;
 a chat has its last message as the text, those before it as the prompt, and is a whole as JSON. None of these protocols
@@ -22,6 +22,7 @@ import numpy as np
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects import chat
+from jurybox.server.gateway.dialects.body_fields import require_texts
 from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read, versioned
 from jurybox.server.gateway.dialects.known_paths import Endpoint
@@ -70,6 +71,7 @@ def refusal(why: str, status: int) -> tuple[bytes, str]:
 async def _answered(intake: Intake, form: Callable[[Intake, dict[str, Any]], Request], body: bytes) -> HttpReply:
     def asked(body: bytes) -> Request:
         given = read(body)
+        require_texts(given)
         return form(intake, given)._replace(parameters=scalars(given))
 
     return await intake.answered(asked, _written, body)

@@ -163,6 +163,7 @@ def applications(
             inputs=settings["inputs"],
             output=settings["output"],
             timeout=settings["timeout"],
+            priority=settings["priority"],
         )
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from jurybox import native
 from jurybox.protocol.errors import Error, ModelFailed, said
 from jurybox.server.frontend.frontend import Frontend
+from jurybox.protocol.scoreboard import NORMAL
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
 from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.access import Access
@@ -74,7 +75,14 @@ class RobotDoor:
         self.doors = doors or Doors()
         self.counters = PortCounters()
         self.ended = asyncio.Event()
-        self.policy = RobotPolicy(frontend, settings["model"], settings["clients"], settings["timeout"], self.counters)
+        self.policy = RobotPolicy(
+            frontend,
+            settings["model"],
+            settings["clients"],
+            settings["timeout"],
+            self.counters,
+            settings.get("priority", NORMAL),
+        )
 
     @property
     def setting(self) -> str:
