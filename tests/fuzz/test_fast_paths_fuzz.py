@@ -17,22 +17,13 @@ import threading
 from random import Random
 
 import numpy as np
-import pytest
 import zmq
+from tests.fuzz.cases import cases
 from tests.unit.server.test_known_paths import Gateway
 
 from jurybox.protocol import wire
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, ReleaseRequest
 from jurybox.protocol.errors import Code
-
-
-def counts(short, long):
-    return pytest.mark.parametrize(
-        "count",
-        [pytest.param(short, id="short"),
-         pytest.param(long, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)])],
-    )  # fmt: skip
-
 
 # ---- heads of HTTP
 
@@ -122,9 +113,9 @@ def compare(random, count, port, line, fields, body, behind):
     return accepted
 
 
-@counts(170, 10_000)
-def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(server, count):
-    random, port = Random(count), int(server.told["http"].rsplit(":", 1)[1])
+@cases(170, 10_000)
+def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(server, count, seed):
+    random, port = Random(seed), int(server.told["http"].rsplit(":", 1)[1])
     rows = np.arange(4, dtype=np.float32).tobytes()
     tensor = {"name": "observation", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 16}}
     text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
@@ -135,8 +126,8 @@ def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(serv
     assert accepted > count / 10
 
 
-@counts(400, 20_000)
-def test_a_known_head_of_a_dialects_request_is_read_as_one_read_in_full(count):
+@cases(400, 20_000)
+def test_a_known_head_of_a_dialects_request_is_read_as_one_read_in_full(count, seed):
     loop, told = asyncio.new_event_loop(), threading.Event()
     ports, over = [], asyncio.Event()
 
@@ -153,7 +144,7 @@ def test_a_known_head_of_a_dialects_request_is_read_as_one_read_in_full(count):
     try:
         line = b"POST /dialects/x HTTP/1.1"
         behind = line + b"\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 3\r\n\r\nend"
-        accepted = compare(Random(count), count, ports[0], line, [], b'{"a": 1}', behind)
+        accepted = compare(Random(seed), count, ports[0], line, [], b'{"a": 1}', behind)
         assert accepted > count / 10
     finally:
         loop.call_soon_threadsafe(over.set)
@@ -217,9 +208,9 @@ def ticket(random):
     return (left, first, rows, random.choice([0] * 8 + [1, 2**63])), frames
 
 
-@counts(230, 20_000)
-def test_a_ticket_that_native_code_takes_is_answered_as_one_that_python_takes(server, count):
-    random, where, context = Random(count), f"tcp://{server.told['tcp']}", zmq.Context()
+@cases(230, 20_000)
+def test_a_ticket_that_native_code_takes_is_answered_as_one_that_python_takes(server, count, seed):
+    random, where, context = Random(seed), f"tcp://{server.told['tcp']}", zmq.Context()
     one, accepted = Remote(context, where, b"native"), 0
     try:
         usual = (10**10, 0, 1, 0), [np.ones(4, np.float32).tobytes()]

@@ -12,12 +12,10 @@ from random import Random
 
 import grpc
 import numpy as np
-import pytest
+from tests.fuzz.cases import cases
 
 from jurybox.protocol import open_inference_pb2 as pb
 
-SHORT = pytest.param(600, id="short")
-LONG = pytest.param(25_000, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
 SERVICE = "/inference.GRPCInferenceService/"
 
 
@@ -103,9 +101,9 @@ class Rpc:
         return None if answer.error_message else answer.infer_response
 
 
-@pytest.mark.parametrize("count", [SHORT, LONG])
-def test_a_grpc_request_of_a_known_form_is_read_as_one_read_in_full(server, count):
-    random = Random(count)
+@cases(600, 25_000)
+def test_a_grpc_request_of_a_known_form_is_read_as_one_read_in_full(server, count, seed):
+    random = Random(seed)
     rpc = Rpc(server.told["grpc"])
     accepted = 0
     with rpc.channel:
@@ -166,9 +164,9 @@ class Web:
         return status, content if status == 200 else json.loads(content)["code"]
 
 
-@pytest.mark.parametrize("count", [SHORT, LONG])
-def test_an_http_request_of_a_known_form_is_read_as_one_read_in_full(server, count):
-    random = Random(count)
+@cases(600, 25_000)
+def test_an_http_request_of_a_known_form_is_read_as_one_read_in_full(server, count, seed):
+    random = Random(seed)
     known, usual = Web(server.told["http"]), Web(server.told["http"])
     accepted = 0
     for _ in range(count):
