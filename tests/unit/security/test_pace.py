@@ -11,6 +11,7 @@ import pytest
 from jurybox.server.gateway.http_server import ConnectionTransport, _Paced
 from jurybox.server.gateway.process import _loop
 from jurybox.server.security import pace as module
+from jurybox.server.security.pace import _ACTIVE as ACTIVE
 from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Turns, WorkPace, joined
 
 
@@ -40,20 +41,33 @@ def test_who_works_beside_others_rests_as_long_as_it_worked(clock):
     pace.heard(other)
     pace.heard(one)
     clock[0] += 0.03
-    assert pace.rest(one, 0.03) == 0.03
-    assert pace.rest(other, 0.03) == 0.03  # either of them
+    since = clock[0]
+    assert pace.rest(one, 0.03) == pace.rest(other, 0.03) == pytest.approx(ACTIVE)  # either of them
+    clock[0] += 1.001 * ACTIVE
+    assert pace.rest(one, 0.03 - ACTIVE, since) == 0  # the other has wanted nothing since
+    pace.heard(other)
+    clock[0] += ACTIVE / 2
+    assert pace.rest(one, 0.03 - ACTIVE, since) == pytest.approx(ACTIVE / 2)
+    assert pace.rest(one, ACTIVE / 4, since) == ACTIVE / 4
     clock[0] += 1.0
     assert pace.rest(one, 0.03) == 0  # the other has gone
 
 
-def test_a_rest_ends_soon_however_long_the_work_was(clock):
-    pace, one, other = WorkPace(), object(), object()
-    pace.heard(other)
-    clock[0] += 60
-    assert pace.rest(one, 60.0) == 0.1
+def test_a_rest_ends_soon_however_long_the_work_was(monkeypatch):
+    async def work():
+        times = []
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda seconds, *_: times.append(seconds))
+        pace, one = WorkPace(), object()
+        breaks = Breaks(pace, lambda: None)
+        pace.heard(one)
+        breaks._rest(time.monotonic() - 60.0)
+        assert breaks._debt._owed == 0.1
+        return times
+
+    assert asyncio.run(work()) == [pytest.approx(ACTIVE)]
 
 
-def test_after_each_rest_the_work_goes_on_once():
+def test_after_each_rest_the_work_goes_on_once(active):
     async def work():
         gone_on = asyncio.Event()
         pace, times = WorkPace(), []
@@ -115,7 +129,7 @@ async def turns_of(number, *, beside):
     """Return the order of twelve turns of so many, the time that each left before the next one, and what it should."""
     turns, order, light, rests = Turns(), [], Light(), []
     rest = turns._pace.rest
-    turns._pace.rest = lambda who, seconds: rests.append(rest(who, seconds)) or rests[-1]
+    turns._pace.rest = lambda *asked: rests.append(rest(*asked)) or rests[-1]
     heavy = [Heavy(turns, name, 12 // number, order) for name in range(number)]
     until = time.monotonic() + 60
     while len(order) < 12 and time.monotonic() < until:
@@ -127,15 +141,15 @@ async def turns_of(number, *, beside):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_many_with_more_to_do_take_turns_and_leave_others_twice_the_time_that_they_take(number, active):
+def test_many_with_more_to_do_take_turns_and_leave_others_nearly_twice_the_time_that_they_take(number, active):
     order, left, _ = asyncio.run(turns_of(number, beside=True))
     assert order == [*range(number)] * (12 // number)
-    assert min(left) >= 0.0095, "also after one that has caught up"
+    assert sum(left) >= 11 * 0.0085 and min(left) >= 0.007, "also after one that has caught up"
 
 
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("seconds", [0.0003, 0.004])
-def test_turns_of_any_length_of_any_number_leave_twice_the_time_that_they_take(number, seconds, active):
+def test_turns_of_any_length_of_any_number_leave_nearly_twice_the_time_that_they_take(number, seconds, active):
     """Also turns too short for a timer, and work that is done while another one rests."""
     turns_in_all = round(0.08 / seconds) // number * number
 
@@ -153,7 +167,7 @@ def test_turns_of_any_length_of_any_number_leave_twice_the_time_that_they_take(n
     with asyncio.Runner(loop_factory=_loop) as runner:
         order = runner.run(work())
     worked = sum(took for _, took in order[:-number])
-    assert order[-1][0] - order[0][0] > 2.7 * worked
+    assert order[-1][0] - order[0][0] > 2.5 * worked
 
 
 def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):
@@ -181,12 +195,27 @@ def test_who_has_more_to_do_does_not_rest_for_others_of_that_kind(active):
     assert rests and set(rests) == {0.0}
 
 
-def test_who_no_longer_has_much_to_do_counts_again(monkeypatch):
-    monkeypatch.setattr(module, "_ACTIVE", 0.0)
+def test_who_no_longer_has_much_to_do_counts_again(clock):
     turns, one, other = Turns(), Light(), Light()
     turns.rest(one, 0.01)
     turns.heard(one)
-    assert turns.rest(other, 1.0) > 0
+    assert turns.rest(other, 0.01) == 0
+    clock[0] += 1.0
+    turns.heard(one)
+    assert turns.rest(other, 0.01) > 0
+
+
+def test_work_for_several_at_once_counts_once(clock):
+    turns = Turns()
+    clock[0] = 101.0
+    assert turns.spent(100.5, 0) == 0.5
+    assert turns.spent(100.2, 0) == pytest.approx(0.3)
+    assert turns.spent(100.6, 0) == 0.0
+    clock[0] = 103.0
+    assert turns.spent(102.0, 10**9) == pytest.approx(1.2)
+    clock[0] = 104.0
+    assert turns.spent(100.0, 0) == pytest.approx(2.2)
+    assert turns.spent(100.0, 0) == 0.0
 
 
 class Beneath:
@@ -220,7 +249,7 @@ def upload(size, *, others, pauses=False, ends=False):
     async def work():
         turns, light, gone_on, rests = Turns(), Light(), asyncio.Event(), [0.0]
         rest = turns.rest
-        turns.rest = lambda who, seconds: rests.append(rest(who, seconds)) or rests[-1]
+        turns.rest = lambda *asked: rests.append(rest(*asked)) or rests[-1]
 
         class Connection(_Paced, Reader):
             def go_on(self):

@@ -48,7 +48,7 @@ from jurybox.server.security.limits import (
     Charge,
     refusal,
 )
-from jurybox.server.security.pace import HEAP, Turns, spent
+from jurybox.server.security.pace import HEAP, Turns
 
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _READ = 1 << 18  # bytes read at once
@@ -368,7 +368,7 @@ class _GrpcConnection(asyncio.BufferedProtocol):
         if over:
             self._transport.close()
             return
-        seconds = spent(began, size)
+        seconds = self._server.turns.spent(began, size)
         more = self._events or self.native.more
         if more or (size >= HEAP and self._server.turns.rest(self, seconds) > 0):  # other connections come first
             if not self._behind:

@@ -24,7 +24,7 @@ from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
 from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, SILENCE, Limited
-from jurybox.server.security.pace import HEAP, Turns, spent
+from jurybox.server.security.pace import HEAP, Turns
 from jurybox.server.settings.endpoints import listen, split_host
 
 
@@ -294,7 +294,7 @@ class _Paced:
             asyncio.get_running_loop().call_soon(self._had_turn, began, len(data))  # behind what the read has set going
 
     def _had_turn(self, began: float, size: int) -> None:
-        seconds = spent(began, size)
+        seconds = self.turns.spent(began, size)
         if self.turns.rest(self, seconds) > 0:
             self.turns.later(self, seconds)
         else:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 HEAVY = 1 << 20  # bytes of answers after which others come first
 HEAP = 1 << 16  # bytes of a read after which others come first: libuv reads 32 times before it looks at them
-_ACTIVE = 0.05  # seconds for which somebody who was heard counts as active
-_MOST = 0.1  # seconds of one rest
-# Seconds that are left to others for each second of heavy work. With one, a client that waits for its answers keeps
-# less than half of its rate: it needs the event loop twice for each.
-_LEFT = 2.0
+# Seconds for which somebody who was heard counts as active. Who wants something less often than that loses little to
+# heavy work, whose turns are shorter: it is served between two of them.
+_ACTIVE = 0.01
+_MOST = 0.1  # seconds that are owed to others
+# Seconds that are left to others for each second of heavy work: a little less than two, so that large senders get a
+# third of all. With one, a client that waits for its answers keeps less than half of its rate: it needs the event loop
+# twice for each.
+_LEFT = 1.8
 _RECEIVE = 2e-10  # seconds that the event loop takes for each byte before its protocol gets it
 _LEAST = 0.001  # seconds of one rest: the event loop's timers do not know less, and uvloop makes none of half of it
+_READS = 3  # turns of the event loop within which somebody who reads on has read what is there, and it was counted
+_HEAVY = 1.0  # seconds after its last turn for which somebody's wishes are no reason for others to rest
 
 
 class WorkPace:
-    """Gives heavy work at most half of the time while others want some.
+    """Knows who wants something, and so for how long heavy work should rest.
 
-    Whoever has worked for long asks how long to `rest`: as long as it has worked, if somebody else was active
-    meanwhile. So the others are served between two pieces of heavy work, and heavy work alone loses nothing.
+    Whoever has worked for long asks how long to `rest`: as long as it owes to others, while somebody else is active.
+    So the others are served between two pieces of heavy work, and heavy work alone, or beside somebody who wants
+    something now and then, loses nothing.
     """
 
     def __init__(self) -> None:
@@ -37,10 +44,56 @@ class WorkPace:
             self._who, self._before = number, self._heard
         self._heard = time.monotonic()
 
-    def rest(self, who: object, seconds: float) -> float:
-        """Return how many seconds `who` should leave to others after it has worked for so many."""
+    def rest(self, who: object, owed: float, since: float | None = None) -> float:
+        """Return for how many seconds `who` should leave others the time that it owes them; then ask again.
+
+        Args:
+            owed: seconds.
+            since: when this rest began, s of the monotonic clock; None: now, after work of about as long as is owed.
+        """
+        now = time.monotonic()
         other = self._before if self._who == id(who) else self._heard
-        return min(seconds, _MOST) if time.monotonic() - other < seconds + _ACTIVE else 0.0
+        if since is None:
+            if now - other >= owed + _ACTIVE:
+                return 0.0
+            since = now
+        return max(0.0, min(owed, max(other, since) + _ACTIVE - now))
+
+
+class _Debt:
+    """The time that somebody owes to others, and the rests in which they get it.
+
+    Args:
+        left: seconds that others get for each second of work.
+    """
+
+    def __init__(self, pace: WorkPace, left: float) -> None:
+        self._pace = pace
+        self._left = left
+        self._owed = 0.0  # s
+        self._since: float | None = None  # when the rest began, s of the monotonic clock; None: there is none
+
+    def worked(self, seconds: float) -> None:
+        """Owe others their time for so much work. Work within a rest also shortens the rest."""
+        self._owed = min(_MOST, self._owed + (self._left + (self._since is not None)) * seconds)
+
+    def rest(self, who: object, then: Callable[[], None]) -> None:
+        """Leave others what is owed, while they want it, and then call. What is too little for a timer is owed on."""
+        seconds = self._pace.rest(who, self._owed, self._since)
+        if not seconds:  # nobody wants it; what they got too much counts for the next time
+            self._owed = min(0.0, self._owed)
+        if self._owed < _LEAST:
+            self._since = None
+            then()
+            return
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        asyncio.get_running_loop().call_later(max(seconds, _LEAST), self._rested, now, who, then)
+
+    def _rested(self, began: float, who: object, then: Callable[[], None]) -> None:
+        # uvloop's timers are up to a millisecond early or late.
+        self._owed = max(-_LEAST, self._owed - (time.monotonic() - began))
+        self.rest(who, then)
 
 
 async def joined(pieces: Sequence[bytes]) -> bytes:
@@ -50,11 +103,6 @@ async def joined(pieces: Sequence[bytes]) -> bytes:
     if sum(map(len, pieces)) < HEAVY:
         return b"".join(pieces)
     return await asyncio.to_thread(b"".join, pieces)
-
-
-def spent(began: float, size: int) -> float:
-    """Return the seconds of work since then (s of the monotonic clock) and of having received so many bytes before."""
-    return time.monotonic() - began + size * _RECEIVE
 
 
 class HasTurns(Protocol):
@@ -75,41 +123,52 @@ class _Call:
 class Turns:
     """One queue of all who have more to do than one turn: together they leave two thirds of the time to everybody else.
 
-    Among themselves they take turns, and lose nothing if nobody else wants anything.
+    Among themselves they take turns, and lose nothing while nobody else wants anything.
     """
 
     def __init__(self) -> None:
         self._pace = WorkPace()
-        self._heavy: WeakKeyDictionary[HasTurns, float] = WeakKeyDictionary()  # when each did heavy work last
-        self._behind: dict[HasTurns, None] = {}
-        self._owed = 0.0  # seconds that others did not get yet for the work that was done
-        self._rests = False  # whether others have the event loop now
-        self._began = 0.0  # when that rest began; s of the monotonic clock
+        self._debt = _Debt(self._pace, _LEFT)
+        self._heavy: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each did heavy work last; inf: it waits
+        self._behind: dict[HasTurns, Any] = {}  # whose turn each is
         self._turning = False  # whether one of them has its turn soon
+        self._counted: deque[tuple[float, float]] = deque(maxlen=64)  # from when to when; s of the monotonic clock
 
     def heard(self, who: Any) -> None:
         """Note that somebody wants something. Who does heavy work is no reason for others of that kind to rest."""
         if self._heavy and (last := self._heavy.get(who)) is not None:
-            if time.monotonic() - last < _ACTIVE:
+            if time.monotonic() - last < _HEAVY:
                 return
             del self._heavy[who]
         self._pace.heard(who)
 
-    def rest(self, who: HasTurns, seconds: float) -> float:
-        """Return how many seconds should be left to others after heavy work of so many; 0: `who` may go on."""
+    def spent(self, began: float, size: int) -> float:
+        """Return the seconds of work since then (s of the monotonic clock) and of having received so many bytes before.
+
+        What was done for several in one turn of the event loop counts once.
+        """
+        now = time.monotonic()
+        seconds, start = now - began, began
+        while self._counted and self._counted[-1][1] > began:
+            first, last = self._counted.pop()
+            seconds -= last - max(first, began)
+            start = min(start, first)
+        self._counted.append((start, now))
+        return seconds + size * _RECEIVE
+
+    def rest(self, who: Any, seconds: float) -> float:
+        """Return for how many seconds others come first after heavy work of so many; 0: `who` may go on."""
         self._heavy[who] = time.monotonic()
         return self._pace.rest(who, seconds)
 
     def later(self, who: HasTurns, seconds: float) -> None:
         """Let somebody go on who has just had a turn of so many seconds, after all others that have more to do."""
-        self._behind[who] = None
-        self._heavy[who] = time.monotonic()
-        self._wait(who, seconds)
+        self._queue(who, who, seconds)
 
     def after(self, who: Any, seconds: float, call: Callable[[], None]) -> None:
         """Call it when all others have had their turns, after work of so many seconds for `who`, who has more to do."""
         if self.rest(who, seconds) > 0:
-            self.later(_Call(call), seconds)
+            self._queue(_Call(call), who, seconds)
         else:
             call()
 
@@ -118,40 +177,38 @@ class Turns:
         came = asyncio.get_running_loop().create_future()
         self.after(who, seconds, lambda: None if came.done() else came.set_result(None))  # it may be cancelled
         await (came if not came.done() else asyncio.sleep(0))
-        self._heavy[who] = time.monotonic()
 
-    def _wait(self, who: HasTurns, seconds: float) -> None:
-        self._owed += (_LEFT + 1 if self._rests else _LEFT) * seconds  # work within a rest also shortens the rest
+    def _queue(self, turn: HasTurns, who: Any, seconds: float) -> None:
+        self._behind[turn] = who
+        self._heavy[who] = float("inf")
+        self._wait(who, seconds)
+
+    def _wait(self, who: Any, seconds: float) -> None:
+        self._debt.worked(seconds)
         if not self._turning:
             self._turning = True
-            self._begin_rest(who)
+            self._rest(who, _READS)
 
-    def _begin_rest(self, who: HasTurns) -> None:
-        """Rest for what is owed, and then have the next turn. What is too little for a timer is owed on."""
-        self._owed = min(self._owed, _MOST)
-        seconds = self._pace.rest(who, self._owed)
-        if not seconds:
-            self._owed = 0.0
-        self._rests, self._began = seconds >= _LEAST, time.monotonic()
-        asyncio.get_running_loop().call_later(seconds if self._rests else 0.0, self._next, who)
+    def _rest(self, who: Any, turns: int) -> None:
+        """Rest when the event loop has had so many turns."""
+        if turns:
+            asyncio.get_running_loop().call_soon(self._rest, who, turns - 1)
+        else:
+            self._debt.rest(who, self._next)
 
-    def _next(self, who: HasTurns) -> None:
-        if self._rests:  # uvloop's timers are up to a millisecond early
-            self._rests, self._owed = False, max(0.0, self._owed - (time.monotonic() - self._began))
-        if self._owed >= _LEAST:
-            self._begin_rest(who)
-            return
+    def _next(self) -> None:
         self._turning = False
         began = time.monotonic()
-        if (first := next(iter(self._behind), None)) is not None:
-            del self._behind[first]
-            first.go_on()
+        if (turn := next(iter(self._behind), None)) is not None:
+            who = self._behind.pop(turn)
+            self._heavy[who] = began
+            turn.go_on()
             if self._behind and not self._turning:  # that one has caught up, or reads on, or is gone
-                self._wait(first, time.monotonic() - began)
+                self._wait(who, time.monotonic() - began)
 
 
 class Breaks:
-    """The rests of one that does heavy work in pieces.
+    """The rests of one that does heavy work in pieces, for as long as it has worked.
 
     Args:
         go_on: called after each rest.
@@ -159,8 +216,8 @@ class Breaks:
 
     def __init__(self, pace: WorkPace, go_on: Callable[[], None]) -> None:
         self._pace = pace
+        self._debt = _Debt(pace, 1.0)
         self._go_on = go_on
-        self._owed = 0.0  # seconds of work after which there was no rest
         self.resting = False
 
     def heard(self) -> None:
@@ -174,16 +231,8 @@ class Breaks:
             asyncio.get_running_loop().call_soon(self._rest, began)
 
     def _rest(self, began: float) -> None:
-        self._owed += time.monotonic() - began
-        seconds = self._pace.rest(self, self._owed)
-        if 0 < seconds < _LEAST:
-            self._over()
-            return
-        self._owed = 0.0
-        if seconds:
-            asyncio.get_running_loop().call_later(seconds, self._over)
-        else:
-            self._over()
+        self._debt.worked(time.monotonic() - began)
+        self._debt.rest(self, self._over)
 
     def _over(self) -> None:
         self.resting = False

@@ -22,7 +22,7 @@ from jurybox import native
 from jurybox.protocol.errors import plain
 from jurybox.server.gateway.http_server import ConnectionTransport
 from jurybox.server.security.limits import RECEIVED, ROBOTS, SILENCE, refusal
-from jurybox.server.security.pace import HEAP, Turns, spent
+from jurybox.server.security.pace import HEAP, Turns
 
 TRY_AGAIN_LATER = 1013  # of a close (IANA's registry)
 _GOING_AWAY, _TOO_BIG = 1001, 1009  # rfc-editor.org/rfc/rfc6455, section 7.4.1
@@ -105,7 +105,7 @@ class RobotConnection(ServerConnection):
         else:
             if not self._failed:
                 self._parse(data)
-            seconds = spent(self._heard, len(data))
+            seconds = self.turns.spent(self._heard, len(data))
             if len(data) >= HEAP and not self._stopped and self.turns.rest(self, seconds) > 0:
                 self._later(seconds)
         self._count()

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from jurybox import native
 from jurybox.protocol.errors import Error, ModelFailed, said
-from jurybox.server.frontend.frontend import Frontend
 from jurybox.protocol.scoreboard import NORMAL
+from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.gateway.robots.counters import PortCounters, RobotDelays
 from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.access import Access

@@ -1,0 +1,148 @@
+"""What large senders and small clients get of an event loop, by a clock of its own: no machine is too busy for it.
+
+The loop is asyncio's over a selector that has nothing to wait for: a wait moves the clock, and so does work. Its timers
+have whole milliseconds, as uvloop's have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from types import SimpleNamespace
+
+import pytest
+
+from jurybox.server.security import pace
+from jurybox.server.security.pace import Turns
+
+SIZE = 1 << 16  # bytes of a read
+SECONDS = 2.0
+
+
+class _Selector(selectors.SelectSelector):
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def select(self, timeout=None):
+        assert timeout is not None, "nothing will ever happen"
+        self.clock.now += max(0.0, timeout)
+        return []
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self, clock):
+        self.clock = clock
+        super().__init__(_Selector(clock))
+        self._clock_resolution = 1e-9
+
+    def time(self):
+        return self.clock.now
+
+    def call_later(self, delay, callback, *args, context=None):
+        return self.exactly(max(0.001, round(delay, 3)) if delay > 0 else 0.0, callback, *args, context=context)
+
+    def exactly(self, delay, callback, *args, context=None):
+        return super().call_later(delay, callback, *args, context=context)
+
+
+class Small:
+    """A client that asks, waits for its answer, and thinks for a while: it needs the loop twice for each."""
+
+    def __init__(self, loop, turns, thinks):
+        self.loop, self.turns, self.thinks, self.answers = loop, turns, thinks, 0
+        loop.exactly(thinks + 0.0002, self.asks)
+
+    def asks(self):
+        self.turns.heard(self)
+        self.loop.clock.now += 0.0001
+        self.loop.exactly(0.0003, self.answered)
+
+    def answered(self):
+        self.loop.clock.now += 0.0001
+        self.answers += 1
+        self.loop.exactly(self.thinks + 0.0002, self.asks)
+
+
+class Large:
+    """A connection whose sender has more for every read, at once or later; read as `http_server._Paced` does."""
+
+    def __init__(self, loop, turns, read, after):
+        self.loop, self.turns, self.read, self.after, self.reads = loop, turns, read, after, 0
+        self.go_on()
+
+    def go_on(self):
+        if self.after:
+            self.loop.exactly(self.after, self.came)
+        else:
+            self.loop.call_soon(self.came)
+
+    def came(self):
+        began = self.loop.clock.now
+        self.turns.heard(self)
+        self.loop.clock.now += self.read
+        self.reads += 1
+        self.loop.call_soon(self.had_turn, began)
+
+    def had_turn(self, began):
+        seconds = self.turns.spent(began, SIZE)
+        if self.turns.rest(self, seconds) > 0:
+            self.turns.later(self, seconds)
+        else:
+            self.go_on()
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    def measured(larges, smalls, *, thinks=0.0, read=0.00005, after=0.0, paced=True):
+        """The reads and the answers a second of so many large senders and small clients."""
+        clock = SimpleNamespace(now=100.0)
+        monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        made: list[list] = []
+
+        async def work(loop):
+            turns = Turns()
+            if not paced:
+                monkeypatch.setattr(turns, "rest", lambda *_: 0.0)
+            made.append([Large(loop, turns, read, after) for _ in range(larges)])
+            made.append([Small(loop, turns, thinks) for _ in range(smalls)])
+            over = loop.create_future()
+            loop.exactly(SECONDS, over.set_result, None)
+            await over
+
+        with asyncio.Runner(loop_factory=lambda: Loop(clock)) as runner:
+            runner.run(work(runner.get_loop()))
+        return sum(one.reads for one in made[0]) / SECONDS, sum(one.answers for one in made[1]) / SECONDS
+
+    return measured
+
+
+@pytest.mark.parametrize("after", [0.0, 0.0002])
+@pytest.mark.parametrize("number", [1, 4, 40])
+def test_large_senders_alone_lose_nothing(rates, number, after):
+    assert (
+        rates(number, 0, read=0.0003, after=after)[0]
+        > 0.95 * rates(number, 0, read=0.0003, after=after, paced=False)[0]
+    )
+
+
+@pytest.mark.parametrize("after", [0.0, 0.0002])
+@pytest.mark.parametrize("read", [0.00005, 0.0003])
+@pytest.mark.parametrize("number", [1, 4])
+def test_large_senders_beside_a_busy_client_keep_a_third_of_their_rate_and_it_two_thirds(rates, number, read, after):
+    large, small = rates(number, 1, read=read, after=after)
+    assert large > 0.32 * rates(number, 1, read=read, after=after, paced=False)[0]
+    assert small > 0.66 * rates(0, 1)[1]
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("thinks", [0.02, 0.05, 0.2])
+def test_a_client_that_asks_now_and_then_costs_large_senders_little_and_they_cost_it_little(rates, number, thinks):
+    large, small = rates(number, 1, thinks=thinks, read=0.0003)
+    assert large > 0.6 * rates(number, 1, thinks=thinks, read=0.0003, paced=False)[0]
+    assert small > 0.85 * rates(0, 1, thinks=thinks)[1]
+
+
+@pytest.mark.parametrize("thinks", [0.0, 0.002, 0.005, 0.01])
+def test_forty_large_senders_leave_a_client_most_of_its_rate(rates, thinks):
+    assert rates(40, 1, thinks=thinks, read=0.0003)[1] > 0.66 * rates(0, 1, thinks=thinks)[1]
