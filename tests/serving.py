@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import unittest.mock
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -206,6 +207,23 @@ def wait_until_computing(client: Server, name: str, timeout: float = 30.0) -> No
     number = next(model["index"] for model in client.status()["models"] if model["name"] == name)
     engines = client._link.scoreboard.engines
     wait_until(lambda: number + 1 in engines["computing"], timeout, f"a batch of {name!r}")
+
+
+def wait_until_read(http: str, timeout: float = 60.0) -> None:
+    """Wait until a gateway has read what clients have sent, and holds it.
+
+    What it holds is the same in ten looks; each look is a request, too, which comes in behind those.
+    """
+    looks: list[list[str]] = []
+
+    def stands_still() -> bool:
+        page = urllib.request.urlopen(f"http://{http}/metrics", timeout=timeout).read().decode()
+        held = ("jurybox_client_bytes", "jurybox_client_calls")
+        looks.append([line for line in page.splitlines() if line.startswith(held)])
+        assert looks[-1]
+        return len(looks) >= 10 and all(look == looks[-1] for look in looks[-10:])
+
+    wait_until(stands_still, timeout, "what the gateway holds, always the same,")
 
 
 def unread(pid: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from tests.serving import RunningServer, serving, wait_until
+from tests.serving import RunningServer, serving, wait_until, wait_until_read
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect as websocket
 
@@ -46,7 +45,6 @@ DOORS: dict[str, Any] = {
     "dialects": {"openrlhf": {"model": "texts", "output": "score", "port": 0}},
 }
 SAMPLE = {"query": ["abc"], "prompts": ["p"], "labels": [None]}
-HELD = 1.0  # seconds in which every request comes in through its door
 EACH = 2  # requests at every door
 HTTP2 = [
     pytest.param("nghttp2", marks=pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")),
@@ -94,6 +92,7 @@ class Crowd:
 
     def ask(self, mood: float = MOOD, patience: float = 60.0) -> dict[str, list[Future[bool]]]:
         found: dict[str, list[Future[bool]]] = {}
+        self._asked = found
 
         def through(door: str, work: Callable[..., bool], *arguments: Any) -> None:
             found.setdefault(door, []).append(self._pool.submit(work, *arguments))
@@ -115,6 +114,12 @@ class Crowd:
             through("dialect's port", self._asks_dialect, self.dialect_port)
             through("robot", self._asks_robot, self._robots[number], mood)
         return found
+
+    def wait_until_read(self) -> None:
+        """Wait until every door holds its requests, which the engine does not answer meanwhile."""
+        wait_until(lambda: all(future.running() or future.done() for door in self._asked.values() for future in door))
+        self.clients["relay"].status()  # comes in behind the tickets of its connection
+        wait_until_read(self.where["http"])
 
     def _asks_json(self, mood: float) -> bool:
         given = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": row(mood)[0].tolist()}
@@ -186,7 +191,7 @@ def stop_in_the_middle(folder: Path, http2: str) -> None:
             assert not lost(crowd.ask(mood=1.0))
         with server.connect() as pausing, pausing.pause():
             asked = crowd.ask()
-            time.sleep(HELD)
+            crowd.wait_until_read()
             server.process.send_signal(signal.SIGTERM)
             assert not lost(asked), server.text()[-3000:]
         assert server.process.wait(20) == 0
@@ -246,14 +251,10 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
 
 @pytest.mark.parametrize("http2", [HTTP2[0], pytest.param("grpcio", marks=pytest.mark.runs)])
 def test_a_stop_without_load_takes_no_time(tmp_path, nothing_left, http2):
-    with serving(tmp_path, MODELS, grpc_http2=http2, drain_timeout=60, **DOORS) as server, ExitStack() as stack:
+    with serving(tmp_path, MODELS, grpc_http2=http2, drain_timeout=600, **DOORS) as server, ExitStack() as stack:
         crowd = Crowd(server, stack)
         assert not lost(crowd.ask(mood=1.0))
-        began = time.monotonic()
-        assert server.stop(timeout=100) == 0
-        took = time.monotonic() - began
-        print(f"stopped after {took:.2f} s")  # half a second on an idle machine
-        assert took < 30.0, server.text()[-2000:]  # of 60, if it waits for anybody
+        assert server.stop(timeout=200) == 0, server.text()[-2000:]  # not 600, as if it waits for anybody
         assert "draining took too long" not in server.text()
 
 
@@ -262,8 +263,8 @@ def test_a_request_that_is_not_answered_in_time_is_refused(tmp_path, nothing_lef
         crowd = Crowd(server, stack)
         assert not lost(crowd.ask(mood=1.0))
         with server.connect() as pausing, pausing.pause():
-            asked = crowd.ask(mood=1_000_000.0, patience=4.0)
-            time.sleep(HELD)
+            asked = crowd.ask(mood=1_000_000.0, patience=30.0)
+            crowd.wait_until_read()
             assert server.stop() == 0
         unanswered = lost(asked)
         for door in ("http", "http, known form", "grpc stream"):
@@ -286,7 +287,7 @@ def test_a_relay_with_keys_answers_what_it_accepted_large_answers_too(tmp_path, 
             with server.connect() as pausing, pausing.pause():
                 tickets = [moody.submit(row(), timeout=60.0) for _ in range(2)]
                 others = [big.submit(rows, timeout=60.0) for _ in range(4)]
-                time.sleep(HELD)
+                client.status()  # comes in behind them
                 server.process.send_signal(signal.SIGTERM)
                 assert all(right(ticket.result(60.0).outputs, MOOD) for ticket in tickets)
                 for other in others:

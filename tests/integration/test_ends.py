@@ -68,7 +68,7 @@ def lanes(running) -> int:
 
 @contextlib.contextmanager
 def held(lock: TimedLock):
-    """Another thread has the lock."""
+    """Another thread has the lock, for a minute at most. Yields that thread; it ends when it has let go."""
     has, let_go = threading.Event(), threading.Event()
 
     def hold():
@@ -80,7 +80,7 @@ def held(lock: TimedLock):
     thread.start()
     assert has.wait(30)
     try:
-        yield
+        yield thread
     finally:
         let_go.set()
         thread.join(30)
@@ -119,14 +119,13 @@ def test_no_call_waits_for_another_thread_longer_than_its_time_out(connecting):
         server.timeout = 0.05
         late = 0
         for lock in locks_of(server).values():
-            with held(lock):
+            with held(lock) as holder:
                 for ask in everything(server, 0.05):
-                    began = time.monotonic()
                     try:
                         ask()
                     except (Timeout, ModelNotFound, Refused) as error:
                         late += "in another thread did not end within 0." in str(error)
-                    assert time.monotonic() - began < 30  # of 60
+                    assert holder.is_alive(), "it ended before that thread let go"
                 assert model.infer(X).shape == (2, 4)
         assert late >= 5 * len(locks_of(server)) - 5
         server.timeout = 30.0
@@ -145,12 +144,11 @@ def test_a_publication_waits_for_another_threads_no_longer_than_it_says(running,
             publisher._timeout = reader._timeout = 0.1
             asks[reader] = [reader.read, lambda: reader.read(timeout=0.1), lambda: reader.newest]
         for end, calls in asks.items():
-            with held(end._turn):
+            with held(end._turn) as holder:
                 for call in calls:
-                    began = time.monotonic()
                     with pytest.raises(Timeout, match="in another thread did not end within 0.1 s"):
                         call()
-                    assert time.monotonic() - began < 30  # of 60
+                    assert holder.is_alive(), "it ended before that thread let go"
         for ask in (lambda: publisher.publish(arrays), publisher.close):  # close() was called: it is closed now
             with contextlib.suppress(Refused):
                 ask()
@@ -173,11 +171,9 @@ def test_an_order_that_takes_long_ends_with_its_time_out(running, kind, gate):
 def test_close_does_not_wait_for_a_call_of_another_thread_that_does_not_end(connecting):
     server = connecting()
     with contextlib.ExitStack() as stack:
-        for lock in locks_of(server).values():
-            stack.enter_context(held(lock))
-        began = time.monotonic()
+        holders = [stack.enter_context(held(lock)) for lock in locks_of(server).values()]
         server.close()
-        assert time.monotonic() - began < 20  # of 60
+        assert all(holder.is_alive() for holder in holders), "it ended before they let go"
     with pytest.raises(Refused, match="closed"):
         server.status()
 
@@ -281,6 +277,7 @@ def test_connections_that_are_collected_in_cycles_stop_nothing(connecting, runni
     before, took = lanes(running), []
     gc.collect()
     gc.disable()
+    gc.freeze()  # what is there stays: then a collection takes milliseconds, and what it takes longer it waits
     try:
         for _ in range(5):
             server = connecting()
@@ -291,6 +288,7 @@ def test_connections_that_are_collected_in_cycles_stop_nothing(connecting, runni
             gc.collect()
             took.append(time.monotonic() - began)
     finally:
+        gc.unfreeze()
         gc.enable()
     assert min(took) < 1, took  # of 2, if each waits for its sockets; a loaded machine may take as long for some
     if "grpc" not in connecting().address:  # there the gateway's lanes are all clients'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,7 +30,7 @@ class Slow(nn.Module):
     def forward(self, x, total=None):
         if (x == 10).any():
             self.reached.set()
-            assert self.go_on.wait(30)
+            assert self.go_on.wait(60)
         if total is None:
             return x[:, 0] + 1
         return (total + x[:, 0], total + x[:, 0])
@@ -83,10 +82,9 @@ def test_a_call_waits_for_another_threads_no_longer_than_its_own_time_out(shared
         try:
             assert module.reached.wait(30)
             for ask in asks:
-                began = time.monotonic()
                 with pytest.raises(Timeout, match="another thread's call"):
                     ask(0.2)
-                assert time.monotonic() - began < 10  # of 30
+                assert not long.done(), "it ended before that call"
         finally:
             module.go_on.set()
         np.testing.assert_array_equal(long.result(30), [11])  # undisturbed
@@ -107,14 +105,13 @@ def test_calls_wait_for_another_thread_no_longer_than_the_default_time_out(share
     ticket.result(timeout=30)
     busy.requests.turns.timeout = 0.2
     with ThreadPoolExecutor(1) as other:
-        long = other.submit(busy.infer, TEN, timeout=30)
+        long = other.submit(busy.infer, TEN, timeout=60)
         try:
             assert plain.reached.wait(30)
             for call in (ticket.cancel, busy.look, busy.room, busy.close):
-                began = time.monotonic()
                 with pytest.raises(Timeout, match="another thread's call"):
                     call()
-                assert time.monotonic() - began < 10  # of 30
+                assert not long.done(), "it ended before that call"
         finally:
             plain.go_on.set()
         np.testing.assert_array_equal(long.result(30), [11])  # undisturbed

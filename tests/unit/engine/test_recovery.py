@@ -261,9 +261,10 @@ class Stuck(torch.nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        self.how = how
+        self.how, self.stuck = how, 0
 
     def forward(self, observation):
+        self.stuck += bool((observation < 0).any())
         while bool((observation < 0).any()):
             try:
                 time.sleep(0.01)
@@ -279,15 +280,15 @@ class Stuck(torch.nn.Module):
 
 @pytest.mark.parametrize("how", ["plain", "stubborn"])
 def test_a_forward_that_does_not_end_fails_its_batch_after_forward_timeout(world, how):
-    server = world(fixed(Stuck(how)))
+    stuck = Stuck(how)
+    server = world(fixed(stuck))
     server.engine.slots[0].served.forward_timeout = 0.1
     clients = [server.model("m", rows=1) for _ in range(2)]
     tickets = [client.submit(rows(value, fixed)) for client, value in zip(clients, (BAD, 1), strict=True)]
-    began = time.monotonic()
     for ticket in tickets:  # both: halves would take the time again and again
         with pytest.raises(ModelFailed, match="'m' failed on 2 rows: .* within forward_timeout = 0.1 s; raise"):
-            ticket.result(20)
-    assert time.monotonic() - began < 15
+            ticket.result(60)
+    assert stuck.stuck == 1
     server.engine.slots[0].served.forward_timeout = 60.0  # a loaded machine may run nobody for a tenth of a second
     np.testing.assert_array_equal(clients[0].infer(rows(1, fixed)), rows(2, fixed))
     np.testing.assert_array_equal(server.model("other").infer(rows(1, fixed)), rows(3, fixed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,13 +22,15 @@ class Engines:
         self.back = asyncio.Event()
         self.asked = 0
         self.leased = True
-        self.full_until = 0.0
+        self.full = 0  # for so many requests for rows
         self.refused = 0  # while it was full
+        self.held = 0
         self.unknown = False  # an engine answers that it has no such model
         self.late: asyncio.Event | None = None  # ends the wait of the first probe, instead of its time-out
 
     async def hold(self, name, *, trying):
-        if time.monotonic() < self.full_until:
+        self.held += 1
+        if self.refused < self.full:
             self.refused += 1
             raise Busy("no 1 neighbouring rows are free")
         if not self.leased and not self.back.is_set():
@@ -112,8 +113,8 @@ async def test_simultaneous_health_checks_share_a_row(engines):
 
 async def test_a_model_that_cannot_be_leased_yet_is_an_error_at_once(engines):
     engines.leased = False
-    async with asyncio.timeout(1):
-        reasons = await SelfTest(Source("starting", "loading"), engines).reasons()
+    reasons = await SelfTest(Source("starting", "loading"), engines).reasons()
+    assert (engines.held, engines.asked) == (1, 0), "it is not asked for again"
     assert any("ask again when it is ready" in reason for reason in reasons)
 
 
@@ -133,12 +134,13 @@ async def test_a_draining_engine_gets_no_requests(engines):
 async def test_health_waits_for_the_rows_of_a_gateway_that_died_as_requests_do(engines):
     """Its successor requests rows before its lane is revoked."""
     engines.back.set()
-    engines.full_until = time.monotonic() + 0.3
-    assert await SelfTest(Source("serving", "ready"), engines).reasons() == []
-    engines.full_until, engines.refused = time.monotonic() + 60.0, 0
-    (reason,) = await SelfTest(Source("serving", "ready"), engines).reasons()
+    engines.full = 3
+    assert await SelfTest(Source("serving", "ready"), engines, clock=lambda: 100.0).reasons() == []
+    engines.full, engines.refused = 10**6, 0
+    passing = SelfTest(Source("serving", "ready"), engines, clock=lambda: engines.refused / 10)
+    (reason,) = await passing.reasons()
     assert "no 1 neighbouring rows are free" in reason
-    assert engines.refused > 1 and time.monotonic() < engines.full_until  # asked again, but not for ever
+    assert engines.refused == 15  # asked again, but only for the second and a half that requests wait
 
 
 async def test_a_model_that_an_engine_does_not_know_is_ill_if_the_server_should_serve_it(engines):
