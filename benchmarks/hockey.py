@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
-from jurybox.studies.hockey import HockeyGame, Match, make_opponent, play
+from jurybox.studies.hockey import HockeyGame, HockeyGames, make_opponent, play
 from jurybox.studies.hockey.algorithm import algorithm_of
 from jurybox.studies.hockey.drawing import draw
 from jurybox.studies.hockey.opponents import actor_of
@@ -65,11 +65,10 @@ def algorithm(hidden: tuple[int, int], name: str = "") -> Algorithm:
 def policy_steps(hidden: tuple[int, int]) -> Callable[[], int]:
     made = algorithm(hidden)
     actor = actor_of({name: tensor.numpy() for name, tensor in made.network().state_dict().items()})
-    games = [HockeyGame() for _ in range(8)]
+    games = HockeyGames(8)
 
     def work() -> int:
-        matches = [Match(seed, seed % 2, make_opponent("weak")) for seed in range(24)]
-        return sum(result.steps for result in play(games, matches, actor))
+        return sum(episode.length for episode in play(games, range(24), actor, "weak"))
 
     return work
 

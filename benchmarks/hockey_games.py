@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jurybox.studies.hockey import make_game
-from jurybox.studies.hockey.actor import evaluate
+from jurybox.studies.hockey import HockeyGames, evaluate
 from jurybox.studies.hockey.report import learned
 
 _SEED = 2026  # evaluations of a run have the run's seed
@@ -30,8 +29,7 @@ def main() -> None:
         if policy is None:
             parser.error(f"{run} has no checkpoint: expected a folder that `jurybox train hockey --out` has written")
         for opponent in ("weak", "strong"):
-            games = [make_game(options.env) for _ in range(_AT_ONCE)]
-            standing = evaluate(games, policy, opponent, options.games, seed=_SEED)
+            standing = evaluate(HockeyGames(_AT_ONCE, options.env), policy, opponent, options.games, seed=_SEED)
             print(
                 f"| {run.name} | {opponent} | {standing.wins:.1%} | {standing.ties:.1%} | {standing.losses:.1%} |",
                 flush=True,

@@ -14,26 +14,23 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
 from benchmarks.cluster.namespaces import A, B, TwoHosts, round_trip
-from jurybox.client import Server
 from jurybox.cluster import endpoints
 from jurybox.protocol.segment import directory
-from jurybox.studies.hockey.opponents import LocalPolicies, Pool
-from jurybox.studies.hockey.settings import HockeyTraining
+from jurybox.studies.hockey.settings import CHANNEL, POOL, HockeyTraining
 
 RESULTS = Path(__file__).parent / "results"
 ENGINE = "hockey"
@@ -88,55 +85,35 @@ def serve(registry: Path, settings: HockeyTraining) -> None:
             server.stop()
 
 
-class Found:
-    """The engine of the registry."""
-
-    models = "policy/hockey", "policy/hockey-pool"
-    patience = 30.0
-    alive = staticmethod(lambda: None)
-
-    def __init__(self, registry: Path) -> None:
-        self._registry = registry
-
-    def connect(self) -> Server:
-        return endpoints.reach(ENGINE, lambda: endpoints.find(self._registry, ENGINE), 30.0)
-
-    def newest(self) -> int:
-        return 1
-
-
-class Others(LocalPolicies):
-    """Bots, and odds that stay."""
-
-    def curriculum(self) -> Mapping[str, Any]:
-        return {"odds": _ODDS}
-
-
 def collect(registry: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
     """Steps a second of one collector between two moments of the clock that all share."""
     os.sched_setaffinity(0, half_of_cores(1))
-    from jurybox.studies.hockey.actor import Collector, fields
-    from jurybox.studies.hockey.original import make_game
-    from jurybox.studies.hockey.served import ServedPolicies
-    from jurybox.training.replay import Episodes, Replay
+    from jurybox.studies.hockey.algorithm import network_of
+    from jurybox.studies.hockey.train import plan, sizes_of
+    from jurybox.training.algorithms.registry import make
+    from jurybox.training.runtime.plan import load
+    from jurybox.training.runtime.role_context import RoleContext
+    from jurybox.training.runtime.shared_resources import SharedResources
 
-    games = [make_game() for _ in range(settings.envs_per_worker)]
-    sizes = games[0].observation_size, games[0].action_size
-    local = Others(cast("Any", None), Pool(registry), sizes[1])
-    name = f"two-hosts-{secrets.token_hex(4)}"
-    replay = Replay.create(name, 50_000, fields(*sizes), episodes=Episodes())
-    try:
-        with ServedPolicies(cast("Any", Found(registry)), len(games), local, Pool(registry), None) as policies:
-            collector = Collector(games, replay, settings, policies, number=number, workers=settings.workers)
+    folders = {POOL: str(registry), endpoints.REGISTRY: str(registry)}
+    planned = replace(plan(settings, registry, engine=ENGINE), folders=folders)
+    with SharedResources.create(planned) as shared, shared.publisher(CHANNEL) as publisher:
+        policy = make(**network_of(settings, sizes_of(settings))).network()
+        publisher.publish(policy, extra={"updates": 0, "curriculum": {"odds": _ODDS}})
+        context = RoleContext(planned, number, shared, lambda message: None)
+        role = planned.roles[number]
+        actor = load(role.make)(context, **role.settings)
+        try:
+            for _, _, weights in context.followed:
+                weights.refresh()
             while time.monotonic() < at + _WARM:
-                collector.step(warm=False)
+                actor.step()
             began, steps = time.monotonic(), 0
             while (now := time.monotonic()) < at + _WARM + seconds:
-                steps += collector.step(warm=False)[0]
+                steps += actor.step()
             return steps / (now - began)
-    finally:
-        replay.unlink()
-        replay.close()
+        finally:
+            actor.close()
 
 
 @contextmanager
@@ -234,7 +211,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.serve or given.collect:
         np.random.seed(0)
-        settings = HockeyTraining(workers=given.workers, envs=given.workers * given.envs[0])
+        settings = HockeyTraining(workers=given.workers, envs=given.workers * given.envs[0], policy="served")
         if given.serve:
             serve(given.serve, settings)
         else:

@@ -81,15 +81,16 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
     best = choose(hockey_run)
     evaluation = json.loads((hockey_run / "checkpoints" / "best" / "evaluation.json").read_text())
     assert best.numbers == evaluation["numbers"] and best.env_steps == evaluation["env_steps"]
-    from jurybox.studies.hockey import HockeyGame
-    from jurybox.studies.hockey.actor import evaluate
+    from jurybox.studies.hockey import HockeyGames
+    from jurybox.studies.hockey.games import play as play_games
+    from jurybox.training.roles.evaluation import _SEED
 
-    games = [HockeyGame() for _ in range(8)]
-    loaded = Policy(best)
+    seeds = np.random.default_rng((_SEED, hockey_settings().seed)).integers(2**31, size=1).tolist()
+    games, loaded = HockeyGames(), Policy(best)
     for opponent in ("weak", "strong"):
-        again = evaluate(games, loaded, opponent, 1, seed=hockey_settings().seed)
+        (again,) = play_games(games, seeds, loaded, opponent)
         # NumPy's and torch's actions differ in the last bits, and a game makes that larger; another plays otherwise.
-        assert again.score == pytest.approx(evaluation["numbers"][f"score_{opponent}"], abs=1e-2)
+        assert again.total == pytest.approx(evaluation["numbers"][f"return_{opponent}"], abs=1e-2)
 
 
 @pytest.mark.parametrize("kind", [".mp4", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".gif", ".png"))])

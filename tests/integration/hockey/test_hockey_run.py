@@ -19,7 +19,7 @@ from tests.serving import segments
 from tests.unit.studies.hockey import like_the_original
 from tests.unit.studies.hockey.hockey_runs import Nothing, settings
 
-from jurybox.studies.hockey.actor import evaluate
+from jurybox.studies.hockey import HockeyGames, evaluate
 from jurybox.studies.hockey.report import learned
 from jurybox.studies.hockey.train import plan, train
 from jurybox.training.interrupts import Signals
@@ -96,7 +96,7 @@ def test_a_small_replay_is_overwritten_again_and_again_by_collectors_that_never_
     s = settings(steps=30 * rows, workers=2, max_ahead="none", buffer_size=rows, publish_interval=1, max_lag=2)
 
     def watch(shared):
-        replay = shared.replay("rows")
+        replay = shared.replay("policy")
         seen["overwritten"] = replay.counters.overwritten
         if len(replay) < rows:
             return
@@ -123,7 +123,7 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
     rng, kills, last_kill, signals = random.Random(7), [], [time.monotonic(), 0], Signals()
 
     def watch(shared):
-        now, steps, rows = time.monotonic(), shared.scoreboard.env_steps, shared.replay("rows").added
+        now, steps, rows = time.monotonic(), shared.scoreboard.env_steps, shared.replay("policy").added
         assert rows >= 2 * steps, "a step that was counted twice would have written its two rows once"
         # The rows of unfinished steps, a last observation for each side, and steps in progress.
         assert rows <= 2 * (shared.scoreboard.env_steps + shared.scoreboard.episodes) + 8 * (len(kills) + 2) + 16
@@ -177,11 +177,10 @@ def test_a_hockey_run_survives_five_minutes_of_kills(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_training_clearly_beat_random_play(tmp_path) -> None:
-    from jurybox.studies.hockey import HockeyGame
     from jurybox.studies.hockey.settings import HockeyTraining
 
     rng = np.random.default_rng(0)
-    games = [HockeyGame() for _ in range(8)]
+    games = HockeyGames(8)
     chance = evaluate(games, lambda rows: rng.uniform(-1, 1, (len(rows), 4)).astype(np.float32), "weak", 200)
     train(HockeyTraining(seconds=600, steps=10**8, matrix_games=0, film_games=0), tmp_path)
     best = evaluate(games, learned(tmp_path), "weak", 200)

@@ -17,7 +17,8 @@ from tests.integration.marl.worlds import SPACES, Kinds
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.environments.pettingzoo_env import AgentSpaces, ObservationEncoder, World, WorldError
 from jurybox.training.replay import Replay, Windows
-from jurybox.training.roles.evaluation import EnvEvaluator
+from jurybox.training.roles.evaluation import EnvEvaluator, Suite
+from jurybox.training.roles.policy_client import Cast
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
@@ -287,7 +288,8 @@ class Corridor(ParallelEnv):
 def test_evaluations_play_the_same_episodes_whatever_the_policy_does():
     evaluator, drawn = EnvEvaluator.__new__(EnvEvaluator), []
     evaluator.context, evaluator._bound = SimpleNamespace(alive=lambda: None), None
-    evaluator._adapter, evaluator._seeds = World(1, f"{__name__}:Corridor", {}, {"a": 1}), [3, 1, 4, 7]
+    world, evaluator._seeds = World(1, f"{__name__}:Corridor", {}, {"a": 1}), [3, 1, 4, 7]
+    evaluator._adapter, evaluator._cast = world, Cast(world, {})
     Corridor.seeds.clear()
     for often in (0.1, 0.5, 1.0):
         numbers = []
@@ -296,7 +298,7 @@ def test_evaluations_play_the_same_episodes_whatever_the_policy_does():
             numbers.append(evaluator._rng.random())
             return np.array([int(numbers[-1] < often)])
 
-        lengths = [each.length for each in evaluator._play(chosen)]
+        lengths = [each.length for each in evaluator._play(chosen, Suite())]
         drawn.append([numbers[sum(lengths[:episode])] for episode in range(4)])
     assert Corridor.seeds == [3, 1, 4, 7] * 3
     assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0])) == 4, "an episode's own random numbers, too"

@@ -54,9 +54,9 @@ def test_an_environment_whose_episode_is_over_rests_until_the_next_is_begun(coun
     envs = countdowns(2)
     envs.begin(0, 1)
     envs.begin(1, 3)
-    results, steps, over = envs.step(np.zeros(2))
+    results, steps, over, _ = envs.step(np.zeros(2))
     assert (steps, over, results[0].truncated.tolist()) == (2, [0], [True, False])
-    results, steps, over = envs.step(np.zeros(2))
+    results, steps, over, _ = envs.step(np.zeros(2))
     assert (steps, over, results[0].reward.tolist(), Countdown.steps) == (1, [], [0.0, 2.0], 3)
     assert not results[0].truncated.any() and envs.waiting().rows.ravel().tolist() == [1, 2]
     envs.begin(0, 5)
@@ -238,7 +238,7 @@ def test_no_row_joins_two_episodes_where_agents_leave_without_a_word(tmp_path, a
     world = World(1, f"{__name__}:Vanishing", {"rounds": 1}, {"a": 1, "b": 1})
     world.begin(0, 0)
     world.step(np.array([1]))
-    results, steps, over = world.step(np.array([2]))
+    results, steps, over, _ = world.step(np.array([2]))
     assert sorted((each.agent, each.reward.item(), each.truncated.item()) for each in results) == [
         ("a", 21.0, True),
         ("b", 12.0, True),

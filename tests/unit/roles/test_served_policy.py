@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from jurybox.training.roles import served_policy
 from jurybox.training.roles.served_policy import ServedPolicy, StaleAnswers
+from jurybox.training.runtime.scoreboard import Word
 
 
 class Channel:
@@ -19,7 +21,7 @@ class Channel:
     def __init__(self, monkeypatch, answers):
         self.newest, self.answers, self.asked, self.followed = 0, iter(answers), [], None
         monkeypatch.setattr(served_policy, "LeasedModel", lambda context, channel, rows: self)
-        self.timeout, self.outputs = 0.0, ["values"]
+        self.timeout, self.outputs, self.words = 0.0, ["values"], Counter()
 
     # Of the context, and of its reader.
     def reader(self, name):
@@ -42,7 +44,10 @@ class Channel:
         self.followed.refresh()
 
     # Of the model.
-    def infer(self, observation, fresh):
+    def submit(self, observation, fresh):
+        return lambda: self.infer(fresh)
+
+    def infer(self, fresh):
         while True:
             version = next(self.answers)
             self.asked.append(version)
@@ -63,6 +68,7 @@ def test_an_answer_that_is_too_old_is_asked_for_again(monkeypatch, max_lag, take
     assert policy.outputs({})["values"].tolist() == [[taken, taken]]
     assert (policy.version, policy.updates) == (taken, 10 * taken), "of the weights that computed it"
     assert channel.asked == [1, 2, 3, 4][:taken]
+    assert channel.words[Word.FORCED] == (taken > 1), "answers that were held back are counted"
 
 
 def test_a_server_that_never_takes_new_weights_is_an_error(monkeypatch) -> None:

@@ -37,7 +37,7 @@ def asking(monkeypatch):
 
     def ask(answer, fresh=lambda version: True):
         class Model:
-            def infer_reply(self, rows, timeout):
+            def infer_reply(self, rows, timeout, version):
                 found = answer(context.now)
                 if isinstance(found, Exception):
                     raise found

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jurybox.studies.hockey import BOTS, Bot, HockeyGame, Match, Mode, RandomPlayer, make_opponent, play
+from jurybox.studies.hockey import BOTS, Bot, HockeyGame, HockeyGames, Mode, RandomPlayer, make_opponent, play
 from jurybox.studies.hockey.game import MIRROR_ACTION, MIRROR_OBSERVATION
 
 NOTHING = np.zeros((2, 4))
@@ -177,13 +177,11 @@ def test_an_unknown_opponent_is_named_with_those_there_are() -> None:
 
 
 def standing(left, right_name: str, n: int = 60) -> tuple[float, float, float]:
-    matches = [Match(seed, seed % 2, make_opponent(right_name)) for seed in range(n)]
-
     def policy(rows: np.ndarray) -> np.ndarray:
         return np.stack([left.act(row) for row in rows])
 
-    results = play([HockeyGame()], matches, policy)
-    return tuple(sum(result.winner == which for result in results) / n for which in (1, 0, -1))
+    games = play(HockeyGames(), range(n), policy, right_name)
+    return tuple(sum(game.numbers[which] for game in games) / n for which in ("wins", "ties", "losses"))
 
 
 def test_bots_beat_a_random_player() -> None:

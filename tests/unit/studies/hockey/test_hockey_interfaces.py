@@ -82,7 +82,7 @@ def test_frames_show_players_puck_and_score_without_a_display(monkeypatch) -> No
 
 def test_a_game_becomes_a_gif_and_an_mp4(tmp_path) -> None:
     bot = Bot("strong", 1)
-    frames = film(lambda rows: bot.act(rows[0])[None], Bot("weak"), games=1, every=5, width=200)
+    frames = film(lambda rows: bot.act(rows[0])[None], "weak", games=1, every=5, width=200)
     assert len(frames) > 5
     save_film(frames, tmp_path / "game.gif", 10)
     save_film(frames, tmp_path / "game.mp4", 10)

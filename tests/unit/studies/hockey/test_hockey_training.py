@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tomllib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,23 +17,24 @@ import torch
 from tests.unit.studies.hockey.hockey_runs import Nothing, settings
 
 from jurybox.protocol.segment import directory
-from jurybox.studies.hockey import HockeyGame, make_opponent
+from jurybox.studies.hockey import HockeyGame, HockeyGames, evaluate
 from jurybox.studies.hockey import report as hockey_report
-from jurybox.studies.hockey.actor import Collector, evaluate, fields, shaped
 from jurybox.studies.hockey.algorithm import algorithm_of
 from jurybox.studies.hockey.curriculum import Opponents, name_of, number_of
 from jurybox.studies.hockey.game import MIRROR_OBSERVATION
+from jurybox.studies.hockey.games import shaped
 from jurybox.studies.hockey.opponents import Pool, actor_of
 from jurybox.studies.hockey.settings import LEAVING, HockeyTraining, Shaping
 from jurybox.studies.hockey.train import plan, train
 from jurybox.training.algorithms.base import AlgorithmUnusable, Update
 from jurybox.training.algorithms.registry import make
 from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state, write_state
-from jurybox.training.replay import Episodes, Replay, Windows
+from jurybox.training.replay import Replay, Windows
 from jurybox.training.replay.part import ANCHOR_MARK
 from jurybox.training.runtime.plan import ConfigError, End, Outcome, load
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
+from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.settings import changes_of
 from jurybox.training.runtime.shared_resources import SharedResources
 
@@ -72,9 +73,7 @@ def test_a_resumed_serial_run_depends_on_its_checkpoint_alone(
     one, two = (Checkpoints(tmp_path / name / "checkpoints").existing() for name in ("one", "two"))
     for role in ("learner", "actor-0", "actor-1"):
         same(one.state(role), two.state(role), role)
-    assert one.state("actor-1")["begun"] > left["begun"] > 2 and one.state("learner")["curriculum"]["league"]["pool"], (
-        "one joined it"
-    )
+    assert one.state("actor-1") != left and one.state("learner")["curriculum"]["league"]["pool"], "one joined it"
     assert (one.folder / "weights-policy.state").read_bytes() == (two.folder / "weights-policy.state").read_bytes()
 
 
@@ -109,50 +108,42 @@ def test_nothing_to_resume_is_reported(tmp_path: Path) -> None:
         train(settings(), tmp_path, serial=True, resume=True)
 
 
-class Still:
-    """`Policies` that stand still, against one bot."""
-
-    def __init__(self, odds=None):
-        self.asked, self._odds = {}, odds or {"anchor:weak": 1.0}
-
-    def request(self, half, seen, opponents, theirs):
-        assert len(seen) == len(opponents) == len(theirs)
-        self.asked[half] = len(seen)
-
-    def actions(self, half):
-        return np.zeros((self.asked.pop(half), 4), np.float32)
-
-    def player(self, name):
-        return make_opponent(name.removeprefix("anchor:"))
-
-    def curriculum(self):
-        return {"odds": self._odds}
+@contextmanager
+def hockey_actor(folder: Path, odds=None, *, first=lambda shared: None, number=0, shared=None, **changes):
+    """An actor with the first weights of a learner, whose opponents are drawn with these odds."""
+    planned = plan(settings(**{"learning_starts": 1, **changes}), folder)
+    with ExitStack() as stack:
+        shared = shared or stack.enter_context(SharedResources.create(planned))
+        first(shared)
+        weights = weights_of(settings(**changes))
+        extra = {"updates": 0, "curriculum": {"odds": odds or {"anchor:weak": 1.0}}}
+        stack.enter_context(shared.publisher("policy")).publish(weights, extra=extra)
+        context = RoleContext(planned, number, shared, lambda message: None)
+        actor = load(planned.roles[number].make)(context, **planned.roles[number].settings)
+        stack.callback(actor.close)
+        for _, _, each in context.followed:
+            each.refresh()
+        yield actor
 
 
-def played(replay, s, games, steps, **more):
-    collector = Collector([HockeyGame() for _ in range(games)], replay, s, Still(), **more)
-    made, results = 0, []
+def played(actor, steps):
+    """Play so many steps, and count them as a driver does; returns them and the episodes that ended."""
+    made, over, context = 0, [], actor.context
+    context.episode = lambda **numbers: over.append(numbers)
     while made < steps:
-        step, over = collector.step(warm=True)
-        made += step
-        results += over
-    return collector, made, results
+        made += (step := actor.step())
+        context.words[Word.ENV_STEPS] += step
+    return made, over
 
 
-def make_replay(name):
-    return Replay.create(f"{name}-{os.getpid()}", 20_000, fields(18, 4), episodes=Episodes(), seed=0)
-
-
-def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring() -> None:
+def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring(tmp_path: Path) -> None:
     def opponents_seen(odds, *, warm=False, size=1000):
-        name = f"dual-{os.getpid()}"
-        with Replay.create(name, 20_000, fields(18, 4), episodes=Episodes(), anchor=size, seed=0) as replay:
-            policies = Still(odds)
-            policies.player = lambda name: make_opponent("weak")
-            collector = Collector([HockeyGame() for _ in range(4)], replay, settings(), policies)
-            made = 0
-            while made < 1500:
-                made += collector.step(warm=warm)[0]
+        Pool(tmp_path / "pool").keep("pool:7", weights_of(settings()))
+        starts = 10**6 if warm else 1
+        with hockey_actor(tmp_path, odds, anchor_size=size, learning_starts=starts) as actor:
+            actor.context.words[Word.ENV_STEPS] = 1
+            played(actor, 1500)
+            replay = actor.context.replay("policy")
             ring, kept = (part.ring.size for part in replay.parts)
             if kept and not ring:
                 batch = replay.sample(64, windows=Windows(n_step=8, next="observation"), anchor_ratio=0.25)
@@ -225,20 +216,34 @@ def test_the_anchor_is_refused_where_rows_come_from_other_machines(tmp_path: Pat
         train(settings(anchor_size=400), tmp_path, launcher=object())
 
 
-def test_one_half_is_requested_before_the_other_steps() -> None:
-    with make_replay("halves") as replay:
-        policies = Still()
-        collector = Collector([HockeyGame() for _ in range(5)], replay, settings(), policies)
+def test_one_half_is_asked_for_before_the_other_steps(tmp_path: Path) -> None:
+    Pool(tmp_path / "pool").keep("pool:7", weights_of(settings()))
+    with hockey_actor(tmp_path, {"pool:7": 1.0}, envs=5) as actor:
+        (client,) = {id(each.policy): each.policy for each in actor._splits[0].cast._players.values()}.values()
+        asked, submit = [], client.submit
+
+        def submitted(observation, who="newest", split=0):
+            asked.append((split, who, len(observation["observation"])))
+            given = submit(observation, who, split)
+            return lambda: asked.append((split, who, "given")) or given()
+
+        client.submit = submitted
         for number in range(6):
-            made, _ = collector.step(warm=True)
-            assert made == (3, 2)[number % 2]
-            assert policies.asked == {0: 3, 1: 2}, "both halves' actions are under way between two steps"
+            one, other = number % 2, 1 - number % 2
+            asked.clear()
+            assert actor.step() == (3, 2)[one]
+            requested = [(split, who) for split, who, rows in asked if rows != "given"]
+            first = next(place for place, (*_, rows) in enumerate(asked) if rows == "given")
+            assert {(other, "newest"), (other, "pool:7")} <= set(requested), "of both players"
+            assert all(rows != "given" for *_, rows in asked[:first]) and len(requested) == (4 if number == 0 else 2)
+            assert {split for split, _, rows in asked if rows == "given"} == {one}
 
 
-def test_rows_contain_observations_actions_and_rewards_of_both_players() -> None:
-    with make_replay("both") as replay:
-        _, steps, results = played(replay, settings(shaping={"touch": 0.5}), 4, 3000)
-        ties = sum(result.winner == 0 for result in results)
+def test_rows_contain_observations_actions_and_rewards_of_both_players(tmp_path: Path) -> None:
+    with hockey_actor(tmp_path, shaping={"touch": 0.5}, learning_starts=10**6) as actor:
+        steps, results = played(actor, 3000)
+        replay = actor.context.replay("policy")
+        ties = sum(result["ties"] for result in results)
         assert replay.added == 2 * (steps + ties), "a game cut short keeps its last observation as well"
         batch = replay.sample(1000, windows=Windows(n_step=1, next="observation"))
         own, following = batch["observation"], batch["next_observation"]
@@ -251,36 +256,51 @@ def test_rows_contain_observations_actions_and_rewards_of_both_players() -> None
         assert (np.abs(batch["reward"][ended]) > 9).all() and (np.abs(batch["reward"][~ended]) < 9).all()
 
 
-def test_rows_of_the_learner_alone_on_request() -> None:
-    with make_replay("own") as replay:
-        _, steps, results = played(replay, settings(record_opponents=False), 2, 1000)
-        assert replay.added == steps + sum(result.winner == 0 for result in results)
+def test_rows_of_the_learner_alone_on_request(tmp_path: Path) -> None:
+    with hockey_actor(tmp_path, record_opponents=False) as actor:
+        steps, results = played(actor, 1000)
+        replay = actor.context.replay("policy")
+        assert replay.added == steps + sum(result["ties"] for result in results)
 
 
-def test_a_resumed_collector_leaves_the_matches_that_went_on_and_begins_others(tmp_path: Path) -> None:
-    with make_replay("left") as replay:
-        before = played(replay, settings(), 2, 20)[0].begun
-        replay.save(tmp_path / "rows")
-    with make_replay("anew") as replay:
-        replay.restore(tmp_path / "rows")
+def test_games_are_reported_and_told_to_the_league_from_the_players_side(tmp_path: Path) -> None:
+    with hockey_actor(tmp_path, {"anchor:strong": 0.0, "anchor:weak": 1.0}) as actor:
+        _, results = played(actor, 1500)
+        told = actor.context.replay("results").sample(len(results), replace=False)
+        assert len(results) >= 4 and set(told["label"].tolist()) == {-2}, "the second of the anchors"
+        assert sorted(told["points"].tolist()) == sorted(int(each["points"]) for each in results)
+        for each in results:
+            assert each["wins"] + each["ties"] + each["losses"] == 1 and each["points"] == each["wins"] - each["losses"]
+            assert each["total"] == each["return_player"] and "return_opponent" not in each, "a bot's is nobody's"
+
+
+def test_a_resumed_actor_leaves_the_matches_that_went_on_and_begins_others(tmp_path: Path) -> None:
+    with hockey_actor(tmp_path) as actor:
+        played(actor, 40)
+        actor.context.replay("policy").save(tmp_path / "rows")
+        state = actor.save()
+    with hockey_actor(tmp_path, first=lambda shared: shared.replay("policy").restore(tmp_path / "rows")) as actor:
+        replay = actor.context.replay("policy")
         rows = replay.added
-        assert played(replay, settings(), 2, 20, begun=before)[0].begun == before + 2
+        actor.restore(state)
+        played(actor, 40)
         batch = replay.sample(500, windows=Windows(n_step=1, next="observation"))
         # The last row of a game that was left has no next one, so it is not handed out; none is led into another game.
         assert np.abs(batch["next_observation"][:, :2] - batch["observation"][:, :2]).max() < 0.5 and rows > 30
 
 
-def test_collectors_share_one_ladder_of_noise_and_play_different_games() -> None:
-    s = settings(action_noise=(0.1, 0.8))
-    with make_replay("ladder") as replay:
-        made = [
-            Collector([HockeyGame() for _ in range(2)], replay, s, Still(), number=number, workers=2)
-            for number in (0, 1)
-        ]
-        ladder = sorted(deviation for collector in made for deviation in collector.noise)
+def test_actors_share_one_ladder_of_noise_and_play_different_games(tmp_path: Path) -> None:
+    changes = {"action_noise": (0.1, 0.8), "workers": 2, "envs": 4, "learning_starts": 10**6}
+    with ExitStack() as stack:
+        one = stack.enter_context(hockey_actor(tmp_path, **changes))
+        two = stack.enter_context(hockey_actor(tmp_path, number=1, **changes))
+        ladder = sorted(scale for actor in (one, two) for scale in actor._exploration.scales)
         np.testing.assert_allclose(ladder, [0.1, 0.2, 0.4, 0.8])
-        one, two = (collector.match(0, warm=False) for collector in made)
-        assert one.seed != two.seed and not np.array_equal(one.noise, two.noise)
+        for actor in (one, two):
+            played(actor, 4)
+        rows = [actor.context.replay("policy").sample(4, replace=False, uniform=True) for actor in (one, two)]
+        for name in ("observation", "action"):
+            assert not np.isin(rows[0][name][:, 0], rows[1][name][:, 0]).all(), name
 
 
 def test_the_reward_is_the_environments_own_and_the_pucks_way_forward() -> None:
@@ -299,11 +319,11 @@ def test_an_evaluation_plays_the_same_games_each_time() -> None:
     def policy(rows: np.ndarray) -> np.ndarray:
         return np.tanh(rows[:, [12, 13, 2, 0]] - rows[:, [0, 1, 5, 1]])
 
-    one = evaluate([HockeyGame()], policy, "weak", 6)
-    side_by_side = evaluate([HockeyGame() for _ in range(4)], policy, "weak", 6)
+    one = evaluate(HockeyGames(1), policy, "weak", 6)
+    side_by_side = evaluate(HockeyGames(4), policy, "weak", 6)
     assert one == side_by_side
     assert one.wins + one.ties + one.losses == pytest.approx(1)
-    assert one != evaluate([HockeyGame()], policy, "weak", 6, seed=1)
+    assert one != evaluate(HockeyGames(1), policy, "weak", 6, seed=1)
 
 
 def weights_of(s):
@@ -455,7 +475,7 @@ def test_a_resumed_learner_counts_the_results_that_collectors_added_before_it_wa
     def played(shared, games=3) -> None:
         results = shared.replay("results")
         for _ in range(games):
-            results.add(label=-1, winner=1)  # the first anchor
+            results.add(label=-1, points=1)  # the first anchor
 
     def resumed(shared) -> None:
         shared.replay("results").restore(tmp_path / "results")
@@ -488,7 +508,7 @@ def test_what_a_learner_gives_a_snapshot_stays_as_it_was(tmp_path: Path) -> None
 def test_a_killed_learners_successor_goes_on_with_the_published_league(tmp_path: Path) -> None:
     with hockey_learner(tmp_path) as learner:
         learner.curriculum.league.add(40)
-        learner.curriculum.record({"label": np.array([-1, 40, 40]), "winner": np.array([1, -1, 0])})
+        learner.curriculum.record({"label": np.array([-1, 40, 40]), "points": np.array([1, -1, 0])})
         published = json.loads(json.dumps(learner.publication()[1]))
         expected, weights = learner.curriculum.published(), learner.weights()
     with hockey_learner(tmp_path, life=2) as learner:

@@ -2,7 +2,7 @@
 
 from jurybox.studies.hockey.bots import BOTS, Bot, Opponent, RandomPlayer, make_opponent
 from jurybox.studies.hockey.game import Game, GameStep, HockeyGame, Mode
-from jurybox.studies.hockey.matches import Match, MatchResult, play
+from jurybox.studies.hockey.games import HockeyGames, Standing, evaluate, play
 from jurybox.studies.hockey.original import make_game
 
 __all__ = [
@@ -11,11 +11,12 @@ __all__ = [
     "Game",
     "GameStep",
     "HockeyGame",
-    "Match",
-    "MatchResult",
+    "HockeyGames",
     "Mode",
     "Opponent",
     "RandomPlayer",
+    "Standing",
+    "evaluate",
     "make_game",
     "make_opponent",
     "play",

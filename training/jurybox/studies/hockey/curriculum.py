@@ -25,7 +25,7 @@ class Opponents(Curriculum):
         observation: size of an observation.
     """
 
-    results: ClassVar = {"winner": Field((), "int32")}
+    results: ClassVar = {"points": Field((), "int32")}
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Opponents(Curriculum):
         return Task({"opponent": name}, number_of(name, anchors), name in anchors)
 
     def record(self, episodes: Arrays) -> None:
-        for label, winner in zip(episodes["label"].tolist(), episodes["winner"].tolist(), strict=True):
-            self.league.record(name_of(label, self.league.anchors), winner)
+        for label, points in zip(episodes["label"].tolist(), episodes["points"].tolist(), strict=True):
+            self.league.record(name_of(label, self.league.anchors), points)
 
     def between_updates(self, learner: LearnerHandle) -> Mapping[str, float]:
         """Let a snapshot of the policy join the pool, where one is due."""

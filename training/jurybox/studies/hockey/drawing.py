@@ -8,9 +8,8 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.studies.hockey.bots import Opponent
-from jurybox.studies.hockey.game import Action, GameStep, HockeyGame, Observation
-from jurybox.studies.hockey.matches import Match, Policy, play
+from jurybox.studies.hockey.game import HockeyGame
+from jurybox.studies.hockey.games import HockeyGames, Policy, play
 from jurybox.studies.hockey.rink import (
     GOAL_DEPTH,
     GOAL_X,
@@ -24,6 +23,7 @@ from jurybox.studies.hockey.rink import (
     WALL_X,
     WALL_Y,
 )
+from jurybox.training.roles.evaluation import Episode
 
 _GOAL_FRAMES = 20  # number of frames that show a goal
 Frame = npt.NDArray[np.uint8]
@@ -166,7 +166,7 @@ def _board(canvas: _Canvas, game: HockeyGame, score: tuple[int, int] | None, nam
 
 def film(
     policy: Policy,
-    opponent: Opponent,
+    opponent: str | Policy,
     *,
     games: int = 3,
     seed: int = 0,
@@ -177,18 +177,22 @@ def film(
     """Return frames of a few games, `policy` on the left.
 
     Args:
+        opponent: the name of a bot, or another policy.
         every: steps between two frames: 1 for 50 frames a second.
     """
     game, score, frames = HockeyGame(), [0, 0], list[Frame]()
 
-    def watch(slot: int, seen: Observation, actions: Action, turn: GameStep) -> None:
-        if winner := turn.infos[0]["winner"]:
-            score[0 if winner > 0 else 1] += 1
-        if game.taken % every == 0 or game.over:
+    def shot() -> None:
+        if game.taken and game.taken % every == 0 and not game.over:
             frames.append(draw(game, score=(score[0], score[1]), names=names, width=width))
-        if game.over:
-            frames.extend([frames[-1]] * (_GOAL_FRAMES // every))
 
-    chances = [int(np.random.default_rng((seed, number)).integers(2**31)) for number in range(games)]
-    play([game], [Match(chance, number % 2, opponent) for number, chance in enumerate(chances)], policy, watch)
+    def ended(episode: Episode) -> None:
+        score[0] += int(episode.numbers["wins"])
+        score[1] += int(episode.numbers["losses"])
+        last = draw(game, score=(score[0], score[1]), names=names, width=width)
+        frames.extend([last] * (1 + _GOAL_FRAMES // every))
+
+    chances = [int(np.random.default_rng((seed, number)).integers(2**30)) for number in range(games)]
+    seeds = [2 * chance + number % 2 for number, chance in enumerate(chances)]
+    play(HockeyGames(games=[game]), seeds, policy, opponent, ended=ended, alive=shot)
     return frames

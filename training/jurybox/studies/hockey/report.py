@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jurybox.studies.hockey.actor import Standing, standing
-from jurybox.studies.hockey.bots import BOTS, Opponent, make_opponent
+from jurybox.studies.hockey.bots import BOTS
 from jurybox.studies.hockey.drawing import film
-from jurybox.studies.hockey.opponents import PastSelf, Pool, actor_of
-from jurybox.studies.hockey.original import make_game
+from jurybox.studies.hockey.games import HockeyGames, Policy, Standing, evaluate
+from jurybox.studies.hockey.opponents import Pool, actor_of
 from jurybox.studies.hockey.rink import FPS
 from jurybox.studies.hockey.settings import HockeyTraining
 from jurybox.training.algorithms.acting import NumpyActor
@@ -23,6 +21,7 @@ from jurybox.training.report.charts import Curve
 from jurybox.training.report.page import Part, Picture, Section, Table
 from jurybox.training.runtime.plan import End, Outcome
 
+_AT_ONCE = 8  # games of the win matrix
 _SNAPSHOTS = 4  # past selves in the win matrix
 _SEED = 2_000_003  # makes the games of the matrix different from those of the training and its evaluations
 _STYLES = {"weak": "learned", "strong": "reference"}
@@ -101,18 +100,13 @@ def win_matrix(
     some = [kept[i] for i in np.unique(np.linspace(0, len(kept) - 1, _SNAPSHOTS).round().astype(int))] if kept else []
     past = {f"at {int(name.removeprefix('pool:')) / 1000:.3g}k": pool.actor(name) for name in reversed(some)}
     actors = {"learned": actor, **past}
-    games = [make_game(settings.env, settings.mode) for _ in range(8)]
-    n, size = settings.matrix_games, games[0].action_size
-    others: list[tuple[NumpyActor | None, Callable[[], Opponent]]] = [
-        *((other, partial(PastSelf, other)) for other in actors.values()),
-        *((None, partial(make_opponent, bot, 0, size)) for bot in BOTS),
-    ]
+    games = HockeyGames(_AT_ONCE, settings.env, settings.mode)
+    others: list[str | Policy] = [*actors.values(), *BOTS]
     rows = [
-        [None if other is one else standing(games, one, make, n, (_SEED,)) for other, make in others]
+        [None if other is one else evaluate(games, one, other, settings.matrix_games, seed=_SEED) for other in others]
         for one in actors.values()
     ]
-    for game in games:
-        game.close()
+    games.close()
     return list(actors), [*actors, *BOTS], rows
 
 
@@ -155,7 +149,7 @@ def _games(settings: HockeyTraining, rows: Sequence[Mapping[str, float]]) -> lis
 def _film(actor: NumpyActor, games: int, path: Path) -> Picture:
     frames = film(
         actor,
-        make_opponent("strong"),
+        "strong",
         games=games,
         names=("learned", "strong"),
         width=_FILM_WIDTH,

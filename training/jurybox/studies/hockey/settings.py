@@ -30,7 +30,8 @@ class Shaping:
 
 
 # Names in the plan: its two replays, its channel and its folder.
-ROWS, RESULTS, CHANNEL, POOL = "rows", "results", "policy", "pool"
+CHANNEL = ROWS = "policy"
+RESULTS, POOL = "results", "pool"
 LEAVING = 8  # past selves that are kept after they have left the league: a collector may just have drawn one
 
 

@@ -11,9 +11,9 @@ from threadpoolctl import threadpool_limits
 
 from jurybox.cluster.endpoints import REGISTRY, Serves
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.studies.hockey.actor import fields
 from jurybox.studies.hockey.algorithm import FACTORY, algorithm_of, network_of
 from jurybox.studies.hockey.curriculum import Opponents
+from jurybox.studies.hockey.games import OPPONENT, PLAYER, fields
 from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.report import report
 from jurybox.studies.hockey.served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
@@ -39,8 +39,9 @@ from jurybox.training.trainings.launchers import check_gpus
 from jurybox.training.trainings.recorded_run import RecordingOptions, recorded_run
 from jurybox.training.trainings.training import Run, Training, carry_out
 
-_ACTOR = "jurybox.studies.hockey.actor"
-_LEARNER = "jurybox.training.roles.learner:OffPolicyLearner"
+_STUDY, _ROLES = "jurybox.studies.hockey", "jurybox.training.roles"
+_SPLITS = 2  # one half of an actor's games steps while actions for the other are computed
+_AT_ONCE = 8  # games of the evaluator
 _RESULTS_KEPT = 8192
 _EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
 
@@ -72,17 +73,50 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
         ConfigError: the environment cannot be created.
     """
     sizes = sizes_of(settings)
-    options: dict[str, Any] = {"settings": settings.model_dump(mode="json")}
     past = None if served is None else served.names[POOL_MODEL]
     folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
     algorithm = algorithm_of(settings, sizes)
     layout = WeightsLayout.of(make(**algorithm).network().state_dict())
+    given = settings.model_dump(mode="json")
+    curriculum = f"{_STUDY}.curriculum:Opponents"
     opponents = {
-        "make": "jurybox.studies.hockey.curriculum:Opponents",
-        "league": options["settings"]["league"],
+        "make": curriculum,
+        "league": given["league"],
         "snapshot_every": settings.snapshot_every,
         "past": past,
         "observation": sizes[0],
+    }
+    local = {"make": f"{_STUDY}.opponents:LocalPolicies", "pool": settings.league.pool}
+    serving = {**local, "make": f"{_STUDY}.served:ServedPolicies", "past": past, "engine": engine}
+    # What acts needs no more of the algorithm than TD3's policy, and none of the modules with torch.
+    plays: dict[str, Any] = {
+        "adapter": f"{_STUDY}.games:HockeyGames",
+        "arguments": {"env": settings.env, "mode": settings.mode, "shaping": given["shaping"]},
+        "policies": {PLAYER: CHANNEL, OPPONENT: CHANNEL},
+        "algorithms": {CHANNEL: network_of(settings, sizes)},
+    }
+    acts = {
+        **plays,
+        "n": settings.envs_per_worker,
+        "splits": _SPLITS,
+        "recorded": [PLAYER, OPPONENT] if settings.record_opponents else [PLAYER],
+        "curriculum": curriculum,
+        "results": RESULTS,
+        "exploration": {
+            "make": f"{_STUDY}.games:EpisodeNoise",
+            "scales": given["action_noise"],
+            "colour": settings.noise_color,
+            "action_size": sizes[1],
+        },
+        "max_lag": settings.max_lag,
+        "clients": local if served is None and engine is None else serving,
+    }
+    evaluates = {
+        **plays,
+        "clients": local,
+        "suites": {who: {OPPONENT: f"anchor:{who}"} for who in settings.league.anchors},
+        "episodes": settings.evaluation_games,
+        "side_by_side": _AT_ONCE,
     }
     return Plan(
         roles=(
@@ -90,8 +124,8 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                 RoleSpec(
                     f"actor-{number}",
                     Kind.ACTOR,
-                    f"{_ACTOR}:HockeyActor",
-                    {**options, "past": past, "engine": engine},
+                    f"{_ROLES}.env_actor:EnvActor",
+                    acts,
                     writes=(ROWS, RESULTS),
                     reads=(CHANNEL,),
                 )
@@ -100,7 +134,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
-                _LEARNER,
+                f"{_ROLES}.learner:OffPolicyLearner",
                 {
                     "replay": ROWS,
                     "algorithm": algorithm,
@@ -110,7 +144,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
                     "beta": settings.beta,
                     "anchor_ratio": settings.anchor_ratio,
                     "anchor_first": settings.least_kept,
-                    "augment": "jurybox.studies.hockey.td3:mirrored" if settings.mirror else None,
+                    "augment": f"{_STUDY}.td3:mirrored" if settings.mirror else None,
                     "curriculum": opponents,
                     "results": RESULTS,
                 },
@@ -122,8 +156,8 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
             RoleSpec(
                 "evaluator",
                 Kind.EVALUATOR,
-                f"{_ACTOR}:HockeyEvaluator",
-                options,
+                f"{_ROLES}.evaluation:EnvEvaluator",
+                evaluates,
                 reads=(CHANNEL,),
                 evaluate_every=settings.evaluate_every,
                 nice=_EVALUATOR_NICE,
@@ -199,7 +233,7 @@ def columns(settings: HockeyTraining) -> tuple[str, ...]:
         *(
             f"eval_{what}_{opponent}"
             for opponent in settings.league.anchors
-            for what in ("wins", "ties", "losses", "score")
+            for what in ("wins", "ties", "losses", "return")
         ),
     )
 

@@ -6,7 +6,8 @@ environment whose episode is over rests until the next is begun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,11 +24,13 @@ class Waiting(NamedTuple):
         observation: (n, ...) by input, as the environments gave them, and "action_mask", if the policy takes masks;
             valid until the next step.
         rows: (n, ...) the same as a replay holds it.
+        others: agents whose turns follow before anything happens: their actions may be computed at the same time.
     """
 
     agent: str
     observation: Mapping[str, Any]
     rows: Array
+    others: Sequence[Waiting] = ()
 
 
 class Result(NamedTuple):
@@ -39,6 +42,7 @@ class Result(NamedTuple):
         rows: (n, ...) what it observes now, as a replay holds it.
         infos: of each environment.
         mask: bool (n, actions), of what it may choose now; None: the policy takes no masks.
+        score: float64 (n,), what returns are reported of, where that is not the reward that is learned from.
     """
 
     agent: str
@@ -48,6 +52,12 @@ class Result(NamedTuple):
     rows: Array
     infos: Sequence[Mapping[str, Any]]
     mask: Array | None = None
+    score: npt.NDArray[np.float64] | None = None
+
+    @property
+    def scores(self) -> npt.NDArray[np.float64]:
+        """What returns are reported of."""
+        return self.reward if self.score is None else self.score
 
 
 class Moved(NamedTuple):
@@ -57,11 +67,13 @@ class Moved(NamedTuple):
         results: in order.
         steps: environment steps that were completed; where agents take turns, a step is a turn of all.
         over: environments whose episodes are over for all agents.
+        numbers: of these episodes, by environment, beside return and length: {3: {"wins": 1.0}}.
     """
 
     results: Sequence[Result]
     steps: int
     over: Sequence[int]
+    numbers: Mapping[int, Mapping[str, float]] = MappingProxyType({})
 
 
 class Adapter(Protocol):
@@ -94,3 +106,14 @@ class Adapter(Protocol):
 
     def close(self) -> None:
         """Close the environments."""
+
+
+class WithBots(Adapter, Protocol):
+    """An adapter some of whose agents may be played by bots, as a `Task` says."""
+
+    def scripted(self, name: str, seed: int) -> Callable[[Array], Array]:
+        """Return what plays an agent for one episode: from its observation to its action.
+
+        Raises:
+            KeyError: there is no bot of that name.
+        """

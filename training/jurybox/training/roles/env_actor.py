@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jurybox.training.algorithms.base import Array, Arrays, Progress
-from jurybox.training.environments.adapter import Adapter, Result, Waiting
-from jurybox.training.roles.policy_client import Player, players
+from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting
+from jurybox.training.replay import Replay, Streams
+from jurybox.training.roles.curriculum import Curriculum, Task
+from jurybox.training.roles.policy_client import Asked, Cast, Player, players
 from jurybox.training.run_folder import audited
-from jurybox.training.runtime.plan import load
+from jurybox.training.runtime.plan import ConfigError, load
 from jurybox.training.runtime.role_context import Actor, RoleContext
 from jurybox.training.spaces import DISCOUNTED, MASK
 
 _STEP_BITS = 40  # low bits of a step's number; the bits above are its incarnation
+_ANY = Task()
+
+
+class Exploration(Protocol):
+    """How an actor explores, where that belongs to episodes; else the algorithm explores each step by itself."""
+
+    def begin(self, environment: int, rng: np.random.Generator) -> None:
+        """Begin an episode in an environment, which draws what it needs."""
+
+    def explore(self, actions: Array, environments: Sequence[int]) -> Array:
+        """Return what is done in these environments instead of the policy's own actions, (n, ...)."""
 
 
 class EnvActor(Actor):
-    """The actor role. One step is one step of each of its environments.
+    """The actor role. One step is one step of each of its environments, or of those of one split.
 
     Args:
         adapter: "package.module:callable" that makes an `Adapter`, called with `n` and the `arguments`.
@@ -30,6 +43,15 @@ class EnvActor(Actor):
         discounts: by policy, the discount factor of the returns until each step, which are recorded then
             ("discounted_return"), so that its learner can normalise rewards.
         max_lag: publications by which a served policy's answers may lag; None: any number.
+        splits: adapters that the environments are dealt to. While those of one step, actions for the others are
+            computed.
+        recorded: agents whose rows are recorded; None: all.
+        curriculum: "module:Class" of the learner's `Curriculum`, which is published with the first agent's policy; its
+            tasks say who plays in each episode. None: the newest policies play.
+        results: name of the replay for the results of its episodes.
+        exploration: "make", the "module:callable" of an `Exploration`, called with the context and `n`, and its
+            further arguments; None: the algorithm explores.
+        clients: see `policy_client.players`.
     """
 
     def __init__(
@@ -43,98 +65,174 @@ class EnvActor(Actor):
         algorithms: Mapping[str, Mapping[str, Any]],
         discounts: Mapping[str, float] | None = None,
         max_lag: int | None = None,
+        splits: int = 1,
+        recorded: Sequence[str] | None = None,
+        curriculum: str | None = None,
+        results: str = "results",
+        exploration: Mapping[str, Any] | None = None,
+        clients: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(context)
         self._random = np.random.default_rng(context.seed)
         self._random_until = context.plan.pace.warmup  # env steps
+        self._exploration: Exploration | None = None
+        if exploration is not None:
+            given = dict(exploration)
+            self._exploration = load(given.pop("make"))(context, n, **given)
+        self._curriculum: type[Curriculum] | None = None if curriculum is None else load(curriculum)
+        self._results = None if curriculum is None else context.replay(results)
+        dealt = [range(split, n, splits) for split in range(splits)]
         with ExitStack() as undo:
-            self._adapter: Adapter = load(adapter)(n=n, **arguments)
-            undo.callback(self._adapter.close)
-            found = players(context, policies, algorithms, rows=n, max_lag=max_lag)
+            made: list[Adapter] = []
+            for numbers in dealt:
+                made.append(load(adapter)(n=len(numbers), **arguments))
+                undo.callback(made[-1].close)
+            rows = len(dealt[0])
+            found = players(context, policies, algorithms, rows=rows, splits=splits, max_lag=max_lag, clients=clients)
             for each in found.values():
                 undo.callback(each.policy.close)
             self._resources = undo.pop_all()
+        self._newest = next(iter(found.values())).policy
         # Episodes are numbered over all workers, environments and agents: no row of one follows one of another.
         first, begun = context.number * n * len(found), context.incarnation << _STEP_BITS
-        self._recorders = {}
-        for place, (agent, player) in enumerate(found.items()):
-            streams = context.replay(policies[agent]).streams(n)
-            discount = (discounts or {}).get(policies[agent])
-            self._recorders[agent] = _Recorder(player, streams, first + place * n + np.arange(n), begun, discount)
-        self._lengths = np.zeros(n, np.int64)
-        self._infos: list[Mapping[str, Any]] = [{}] * n  # of each environment's last step
+        self._splits = []
+        for split, (numbers, one) in enumerate(zip(dealt, made, strict=True)):
+            recorders = {}
+            for place, (agent, player) in enumerate(found.items()):
+                replay = context.replay(policies[agent]) if recorded is None or agent in recorded else None
+                episodes, discount = first + place * n + np.array(numbers), (discounts or {}).get(policies[agent])
+                recorders[agent] = _Recorder(player, replay, episodes, begun, discount)
+            self._splits.append(_Split(one, numbers, recorders, Cast(one, found, split)))
+        self._turn_of = 0  # the split that steps next
         self._playing = False
 
     def step(self) -> int:
         if not self._playing:
-            for number in range(self._adapter.n):
-                self._begin(number)
+            for split in self._splits:
+                for number in range(split.adapter.n):
+                    self._begin(split, number)
             self._playing = True
-        steps = 0
+        split, steps = self._splits[self._turn_of], 0
+        for other in self._splits:
+            if other is not split:
+                other.ask()
         while not steps:
-            steps = self._turn()
+            steps = self._turn(split)
+        self._turn_of = (self._turn_of + 1) % len(self._splits)
         return steps
 
-    def _turn(self) -> int:
+    def _turn(self, split: _Split) -> int:
         """Let the agent act whose turn it is; returns the environment steps that were completed."""
-        waiting = self._adapter.waiting()
-        chosen = self._choose(waiting, self._recorders[waiting.agent])
-        results, steps, over = self._adapter.step(chosen)
-        for result in results:
-            self._recorders[result.agent].add(result)
-            self._infos[:] = result.infos
-        if steps:
-            self._lengths += 1
-        for number in over:
-            self._report(number)
-            self._begin(number)
-        return steps
+        asked = split.asked()
+        chosen = self._choose(split, asked)
+        moved = split.adapter.step(chosen)
+        for result in moved.results:
+            split.recorders[result.agent].add(result)
+            split.infos[:] = result.infos
+        if moved.steps:
+            split.lengths += 1
+        for number in moved.over:
+            self._report(split, number, moved)
+            self._begin(split, number)
+        return moved.steps
 
-    def _choose(self, waiting: Waiting, recorder: _Recorder) -> Array:
-        algorithm, policy = recorder.player
+    def _choose(self, split: _Split, asked: Asked) -> Array:
+        waiting, recorder = asked.waiting, split.recorders[asked.waiting.agent]
+        algorithm = recorder.player.algorithm
         progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
         if explores := algorithm.exploration(progress):
             self.context.metrics(**explores)
         columns: Arrays = {}
-        if progress.env_steps < self._random_until:
+        chosen: Array | None = None
+        if asked.newest is None:
+            pass
+        elif self._exploration is not None:
+            chosen = self._exploration.explore(algorithm.greedy(asked.newest()), split.numbers)
+        elif progress.env_steps < self._random_until:
             mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
-            chosen = algorithm.spec.action.sample(self._random, self._adapter.n, mask)
+            chosen = algorithm.spec.action.sample(self._random, split.adapter.n, mask)
         else:
-            outputs = policy.outputs(waiting.observation)
-            chosen, columns = algorithm.explore(outputs, self._random, progress)
-        recorder.acted(waiting, chosen, columns)
-        return chosen
+            chosen, columns = algorithm.explore(asked.newest(), self._random, progress)
+        actions = split.cast.actions(asked, chosen)
+        recorder.acted(waiting, actions, columns)
+        return actions
 
     def save(self) -> dict[str, Any]:
         # In general an environment's state cannot be saved: a resumed run begins new episodes, and this one goes on.
-        t = {agent: each.t.tolist() for agent, each in self._recorders.items()}
+        t = [{agent: each.t.tolist() for agent, each in split.recorders.items()} for split in self._splits]
         return {"random": self._random.bit_generator.state, "t": t}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._random.bit_generator.state = state["random"]
-        for agent, each in self._recorders.items():
-            each.t[:] = state["t"][agent]
+        for split, saved in zip(self._splits, state["t"], strict=True):
+            for agent, each in split.recorders.items():
+                each.t[:] = saved[agent]
 
     def close(self) -> None:
         self._resources.close()
 
-    def _begin(self, number: int) -> None:
-        self._adapter.begin(number, int(self._random.integers(2**31)))
-        self._lengths[number] = 0
-        for each in self._recorders.values():
-            each.begin(number)
+    def _begin(self, split: _Split, number: int) -> None:
+        task = _ANY
+        if self._curriculum is not None:
+            task = self._curriculum.draw(self._newest.extra["curriculum"], self._random)
+            for agent in task.players:
+                split.recorders[agent].check_others()
+        seed = int(self._random.integers(2**31))
+        split.adapter.begin(number, seed)
+        split.cast.begin(number, seed, task.players)
+        if self._exploration is not None:
+            self._exploration.begin(split.numbers[number], self._random)
+        split.tasks[number], split.lengths[number] = task, 0
+        # What is played at random is nothing to keep.
+        anchor = task.anchor and self.context.env_steps >= self._random_until
+        for each in split.recorders.values():
+            each.begin(number, anchor=anchor)
 
-    def _report(self, number: int) -> None:
-        totals = {agent: float(each.totals[number]) for agent, each in self._recorders.items()}
+    def _report(self, split: _Split, number: int, moved: Moved) -> None:
+        """Report an episode, with the returns of those whom the newest policies played."""
+        totals = {agent: float(split.recorders[agent].totals[number]) for agent in split.cast.newest(number)}
         named = {f"return_{agent}": total for agent, total in totals.items() if agent}
-        total, length = float(np.mean(list(totals.values()))), int(self._lengths[number])
-        self.context.episode(total=total, length=length, **named, **audited(self._infos[number]))
+        total, length = float(np.mean(list(totals.values()))), int(split.lengths[number])
+        numbers = {**moved.numbers.get(number, {}), **named, **audited(split.infos[number])}
+        self.context.episode(total=total, length=length, **numbers)
+        if self._curriculum is not None and self._results is not None:
+            told = {name: numbers[name] for name in self._curriculum.results}
+            self._results.add(label=split.tasks[number].label, **told)
+
+
+class _Split:
+    """Environments that step together.
+
+    Attributes:
+        numbers: of its environments among all of the actor's.
+        tasks: of the episodes in them. lengths: of these episodes so far. infos: of each environment's last step.
+    """
+
+    def __init__(self, adapter: Adapter, numbers: Sequence[int], recorders: dict[str, _Recorder], cast: Cast) -> None:
+        self.adapter, self.numbers, self.recorders, self.cast = adapter, numbers, recorders, cast
+        self.tasks = [_ANY] * adapter.n
+        self.lengths = np.zeros(adapter.n, np.int64)
+        self.infos: list[Mapping[str, Any]] = [{}] * adapter.n
+        self._asked: dict[str, Asked] = {}
+
+    def ask(self) -> None:
+        """Let the actions be computed of the agent whose turn it is, and of those that act at the same time."""
+        waiting = self.adapter.waiting()
+        for each in (waiting, *waiting.others):
+            if each.agent not in self._asked:
+                self._asked[each.agent] = self.cast.ask(each)
+
+    def asked(self) -> Asked:
+        """Return what the agent whose turn it is was asked for; the next call is for the next turn."""
+        self.ask()
+        return self._asked.pop(next(iter(self._asked)))
 
 
 class _Recorder:
     """Records an agent's transitions in its replay, each when the result of its action is known.
 
     Args:
+        replay: None: they are not recorded.
         numbers: of the agent's episodes in each environment.
         begun: number of the first step.
         discount: of the returns that are recorded; None: none are.
@@ -144,17 +242,30 @@ class _Recorder:
         totals: returns of the episodes so far.
     """
 
-    def __init__(self, player: Player, streams: Any, numbers: Array, begun: int, discount: float | None) -> None:
-        self.player, self._streams, self._numbers = player, streams, numbers
+    def __init__(
+        self, player: Player, replay: Replay | None, numbers: Array, begun: int, discount: float | None
+    ) -> None:
+        self.player, self._numbers = player, numbers
+        self._rows = None if replay is None else _Rows(replay, len(numbers))
         self._discount, self._discounted = discount, np.zeros(len(numbers))
         self.t = np.full(len(numbers), begun, np.int64)
         self.totals = np.zeros(len(numbers))
         self._row: dict[str, Array] | None = None  # of an action whose result is not known yet
 
-    def begin(self, number: int) -> None:
+    def check_others(self) -> None:
+        """Raise ConfigError if others than the newest policy must not play the agent."""
+        if self.player.algorithm.on_policy and self._rows is not None:
+            raise ConfigError(
+                f"{type(self.player.algorithm).__name__} learns from the newest policy's own steps, and a task has "
+                "named another player for its agent: leave such agents out of `recorded`"
+            )
+
+    def begin(self, number: int, *, anchor: bool) -> None:
         """An episode begins: its rows do not follow those of the previous one."""
         self.t[number] += 1
         self.totals[number] = self._discounted[number] = 0.0
+        if self._rows is not None:
+            self._rows.begin(number, anchor=anchor)
 
     def acted(self, waiting: Waiting, action: Array, columns: Arrays) -> None:
         """Keep an action until its result is known."""
@@ -166,21 +277,53 @@ class _Recorder:
 
     def add(self, result: Result) -> None:
         """Add the rows of the last actions, if it has acted."""
-        self.totals += result.reward
+        self.totals += result.scores
         ended = result.terminated | result.truncated
         row, self._row = self._row, None
-        if row is not None:
+        if row is not None and self._rows is not None:
             row |= {"reward": result.reward.astype(np.float32), "terminated": result.terminated}
             if self._discount is not None:
                 self._discounted = self._discount * self._discounted + result.reward
                 row[DISCOUNTED] = self._discounted.astype(np.float32)
             if self.player.algorithm.on_policy:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}
-            self._streams.add(**row)
+            self._rows.add(row)
             self.t += 1
             if not self.player.algorithm.on_policy:
                 for number in np.flatnonzero(result.truncated & ~result.terminated).tolist():
                     mask = {} if result.mask is None else {MASK: result.mask[number]}
-                    self._streams.end(number, observation=result.rows[number], **mask)
+                    self._rows.end(number, observation=result.rows[number], **mask)
         self._discounted[ended] = 0.0
         self.t[ended] += 1  # an agent may come back in the same episode of the environment
+
+
+class _Rows:
+    """The rows of `n` environments: all in the replay's ring, or those of chosen episodes in its anchor."""
+
+    def __init__(self, replay: Replay, n: int) -> None:
+        self._group = replay.streams(n) if len(replay.parts) == 1 else None
+        self._ring: list[Streams] = []
+        if self._group is None:
+            self._ring, self._anchor = [replay.stream() for _ in range(n)], [replay.anchor for _ in range(n)]
+            self._kept = replay.parts[1]
+        self._now = list(self._ring)
+
+    def begin(self, number: int, *, anchor: bool) -> None:
+        if self._group is None:
+            # An episode that fills the anchor is cut off there: its last rows have no successors, so no window goes
+            # past them.
+            room = anchor and self._kept.ring.size < self._kept.capacity
+            self._now[number] = (self._anchor if room else self._ring)[number]
+
+    def add(self, row: Mapping[str, Array]) -> None:
+        if self._group is not None:
+            self._group.add(**row)
+            return
+        for number, stream in enumerate(self._now):
+            stream.add(**{name: values[number] for name, values in row.items()})
+
+    def end(self, number: int, **final: Array) -> None:
+        if self._group is not None:
+            self._group.end(number, **final)
+        else:
+            self._now[number].end(**final)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jurybox.training.algorithms.base import Array, Progress
 from jurybox.training.environments.adapter import Adapter, Waiting
-from jurybox.training.roles.policy_client import players
+from jurybox.training.roles.policy_client import NEWEST, Cast, players
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Evaluator, RoleContext
 from jurybox.training.spaces import MASK, ContractBroken
@@ -27,14 +28,16 @@ class Episode:
     """A finished episode.
 
     Attributes:
-        total: its return; of several agents the mean.
+        total: its return; of several agents the mean, or that of those that were asked for.
         length: its number of steps.
         totals: the return of each agent.
+        numbers: beside them, see `adapter.Moved`.
     """
 
     total: float
     length: int
     totals: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def play_episodes(
@@ -46,6 +49,7 @@ def play_episodes(
     ended: Callable[[Episode], None] = lambda episode: None,
     alive: Callable[[], None] = lambda: None,
     most: int | None = None,
+    of: Sequence[str] | None = None,
 ) -> list[Episode]:
     """Play an episode of each seed, side by side as far as the adapter has environments; return them in this order.
 
@@ -56,6 +60,7 @@ def play_episodes(
         begins: called with an episode's number before it begins. ended: called with each that ended.
         alive: called after every step.
         most: steps after which an episode counts as endless; None: it may take as many as it likes.
+        of: agents whose mean return is an episode's; None: all.
 
     Raises:
         ContractBroken: an episode has not ended.
@@ -72,13 +77,14 @@ def play_episodes(
         moved = adapter.step(choose(adapter.waiting()))
         numbers, episodes = list(playing), list(playing.values())
         for result in moved.results:
-            totals[result.agent][episodes] += result.reward[numbers]
+            totals[result.agent][episodes] += result.scores[numbers]
         if moved.steps:
             lengths[episodes] += 1
         for number in moved.over:
             episode = playing.pop(number)
             each = {agent: float(total[episode]) for agent, total in totals.items()}
-            found[episode] = Episode(float(np.mean(list(each.values()))), int(lengths[episode]), each)
+            total, extra = float(np.mean([each[agent] for agent in of or each])), moved.numbers.get(number, {})
+            found[episode] = Episode(total, int(lengths[episode]), each, extra)
             ended(found[episode])
             if episode + n < count:
                 playing[number] = episode + n
@@ -90,8 +96,23 @@ def play_episodes(
     return [found[episode] for episode in range(count)]
 
 
+class Suite(NamedTuple):
+    """Episodes of the same kind.
+
+    Attributes:
+        name: at the end of its numbers' names: "wins_weak".
+        players: who plays agents that the newest policy does not play, see `policy_client.Cast`.
+    """
+
+    name: str = ""
+    players: Mapping[str, str] = MappingProxyType({})
+
+
 class EnvEvaluator(Evaluator):
     """The evaluator role: plays the same whole episodes each time. The mean return selects the best weights.
+
+    Its numbers are return, return_std and length, those of the environment's own (see `adapter.Moved`), and all of
+    them for each suite.
 
     Args:
         adapter: "package.module:callable" that makes an `Adapter`, called with `n` and the `arguments`.
@@ -102,6 +123,8 @@ class EnvEvaluator(Evaluator):
         bound: steps that an episode has at most, if the settings say so.
         explore: whether actions are explored as at the end of the training; else without exploration.
         against_random: whether the same episodes are once played at random: numbers random_AGENT.
+        suites: by name, the `players` of a `Suite`; each has these episodes. None: the newest policy plays all agents.
+        clients: see `policy_client.players`.
     """
 
     def __init__(
@@ -117,11 +140,15 @@ class EnvEvaluator(Evaluator):
         bound: int | None = None,
         explore: bool = False,
         against_random: bool = False,
+        suites: Mapping[str, Mapping[str, str]] | None = None,
+        clients: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(context)
         n = min(side_by_side, episodes)
         self._adapter: Adapter = load(adapter)(n=n, **arguments)
-        self._players = players(context, policies, algorithms, rows=n)
+        self._players = players(context, policies, algorithms, rows=n, clients=clients)
+        self._cast = Cast(self._adapter, self._players)
+        self._suites = [Suite(*each) for each in suites.items()] if suites else [Suite()]
         self._explores, self._against_random, self._bound = explore, against_random, bound
         self._seeds = np.random.default_rng((_SEED, context.plan.seed)).integers(2**31, size=episodes).tolist()
         self._rng = np.random.default_rng(0)
@@ -129,10 +156,13 @@ class EnvEvaluator(Evaluator):
 
     def evaluate(self) -> Mapping[str, float]:
         if self._against_random and not self._random_play:
-            self._random_play = self._play(self._random)
-        played = self._play(self._chosen)
-        returns, lengths = np.array([each.total for each in played]), np.array([each.length for each in played])
-        numbers = {"return": float(returns.mean()), "return_std": float(returns.std()), "length": float(lengths.mean())}
+            self._random_play = self._play(self._random, self._suites[0])
+        suites = {suite.name: self._play(self._chosen, suite) for suite in self._suites}
+        played = [episode for episodes in suites.values() for episode in episodes]
+        numbers = _summary(played)
+        for name, episodes in suites.items():
+            if name:
+                numbers |= {f"{what}_{name}": value for what, value in _summary(episodes).items()}
         for name, episodes in (("return", played), ("random", self._random_play)):
             for agent in self._adapter.agents:
                 if agent and episodes:
@@ -142,22 +172,33 @@ class EnvEvaluator(Evaluator):
     def close(self) -> None:
         self._adapter.close()
 
-    def _play(self, choose: Chooses) -> list[Episode]:
-        most = max(_ENDLESS, self._bound or 0)
-        return play_episodes(
-            self._adapter, self._seeds, choose, begins=self._begins, alive=self.context.alive, most=most
-        )
+    def _play(self, choose: Chooses, suite: Suite) -> list[Episode]:
+        def begins(episode: int) -> None:
+            # Actions are drawn anew in each episode, so that the same is drawn in it whatever happened in earlier ones.
+            self._rng = np.random.default_rng(self._seeds[episode])
+            self._cast.begin(episode % self._adapter.n, self._seeds[episode], suite.players)
 
-    def _begins(self, episode: int) -> None:
-        # Actions are drawn anew in each episode, so that the same is drawn in it whatever happened in earlier ones.
-        self._rng = np.random.default_rng(self._seeds[episode])
+        most = max(_ENDLESS, self._bound or 0)
+        of = [agent for agent in self._adapter.agents if suite.players.get(agent, NEWEST) == NEWEST]
+        alive = self.context.alive
+        return play_episodes(self._adapter, self._seeds, choose, begins=begins, alive=alive, most=most, of=of)
 
     def _chosen(self, waiting: Waiting) -> Array:
-        algorithm, policy = self._players[waiting.agent]
-        outputs = policy.outputs(waiting.observation)
-        return algorithm.explore(outputs, self._rng, Progress(1, 1))[0] if self._explores else algorithm.greedy(outputs)
+        algorithm, asked = self._players[waiting.agent].algorithm, self._cast.ask(waiting)
+        if asked.newest is None:
+            return self._cast.actions(asked, None)
+        outputs = asked.newest()
+        explored = algorithm.explore(outputs, self._rng, Progress(1, 1))[0] if self._explores else None
+        return self._cast.actions(asked, algorithm.greedy(outputs) if explored is None else explored)
 
     def _random(self, waiting: Waiting) -> Array:
         spec = self._players[waiting.agent].algorithm.spec
         mask = waiting.observation.get(MASK) if spec.masked else None
         return spec.action.sample(self._rng, self._adapter.n, mask)
+
+
+def _summary(episodes: Sequence[Episode]) -> dict[str, float]:
+    returns = np.array([each.total for each in episodes])
+    numbers = {name: float(np.mean([each.numbers[name] for each in episodes])) for name in episodes[0].numbers}
+    length = float(np.mean([each.length for each in episodes]))
+    return {**numbers, "return": float(returns.mean()), "return_std": float(returns.std()), "length": length}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.base import Algorithm, Arrays
 from jurybox.training.algorithms.served import raw_network
+from jurybox.training.roles.policy_client import NEWEST, PolicyClient
 from jurybox.training.runtime.role_context import RoleContext
 
 __all__ = ["LocalPolicy", "TorchWeights"]
@@ -67,7 +69,7 @@ class TorchWeights:
         return True
 
 
-class LocalPolicy:
+class LocalPolicy(PolicyClient):
     """A `PolicyClient` in this process, with the newest published weights."""
 
     def __init__(self, context: RoleContext, channel: str, algorithm: Algorithm) -> None:
@@ -86,11 +88,17 @@ class LocalPolicy:
     def updates(self) -> int:
         return int(self._weights.extra.get("updates", 0))
 
-    def outputs(self, observation: Arrays) -> Arrays:
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return self._weights.extra
+
+    def submit(self, observation: Arrays, who: str = NEWEST, split: int = 0) -> Callable[[], Arrays]:
+        if who != NEWEST:
+            raise KeyError(f"nobody plays as {who!r}: this process has the newest policy alone")
+        return lambda: self._outputs_of(observation)
+
+    def _outputs_of(self, observation: Arrays) -> Arrays:
         with torch.inference_mode():
             found = self._network(*(torch.from_numpy(observation[name]) for name in self._inputs))
         each = found if isinstance(found, tuple) else (found,)
         return {name: tensor.numpy() for name, tensor in zip(self._outputs, each, strict=True)}
-
-    def close(self) -> None:
-        """Nothing to free."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jurybox.client import Reply
 from jurybox.training.algorithms.base import Arrays
+from jurybox.training.roles.policy_client import NEWEST, PolicyClient
 from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
 
 _ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
@@ -19,36 +23,63 @@ class StaleAnswers(RuntimeError):
     """The server does not use the published weights."""
 
 
-class ServedPolicy:
+class ServedPolicy(PolicyClient):
     """A `PolicyClient` on the plan's server.
 
     Args:
         rows: observations at once.
+        splits: requests at once.
         max_lag: publications by which an answer may be behind the newest one that the role knows; older answers are
             requested again. None: any number.
+        models: for each split, where that is not the plan's server.
     """
 
-    def __init__(self, context: RoleContext, channel: str, *, rows: int, max_lag: int | None) -> None:
-        self._model, self._max_lag = LeasedModel(context, channel, rows), max_lag
+    def __init__(
+        self,
+        context: RoleContext,
+        channel: str,
+        *,
+        rows: int,
+        max_lag: int | None,
+        splits: int = 1,
+        models: Sequence[LeasedModel] | None = None,
+    ) -> None:
+        self._models = models or [LeasedModel(context, channel, rows) for _ in range(splits)]
+        self._max_lag, self._words = max_lag, context.words
         self._published = _Publications(context, channel)
-        self.version = 0
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
 
     @property
     def updates(self) -> int:
-        return self._published.updates.at(self.version)
+        return self._published.updates.at(self._version)
 
-    def outputs(self, observation: Arrays) -> Arrays:
-        """Return the network's outputs; see `PolicyClient`.
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return self._published.extra
+
+    def submit(self, observation: Arrays, who: str = NEWEST, split: int = 0) -> Callable[[], Arrays]:
+        """Ask for the network's outputs; see `PolicyClient`. What it returns may raise:
 
         Raises:
             ServerGone, Timeout, ModelNotFound: the error lasted longer than the time-out.
             StaleAnswers: the server did not use new enough weights in time.
         """
-        until = time.monotonic() + max(_ADOPTED, self._model.timeout)
+        if who != NEWEST:
+            raise KeyError(f"nobody plays as {who!r}: this process has the newest policy alone")
+        model = self._models[split]
+        waits, until = max(_ADOPTED, model.timeout), math.inf
 
         def fresh(version: int) -> bool:
+            nonlocal until
             if self._max_lag is None or self._published.version - version <= self._max_lag:
                 return True
+            if until == math.inf:  # its time begins with the answer
+                until = time.monotonic() + waits
+                self._words[Word.FORCED] += 1
             if time.monotonic() > until:
                 raise StaleAnswers(
                     f"the server answers with version {version} of the policy's weights, long after version "
@@ -56,14 +87,25 @@ class ServedPolicy:
                 )
             return False
 
-        reply = self._model.infer(observation, fresh)
-        self.version = reply.version
-        found: Any = reply.outputs
-        return found if isinstance(found, Mapping) else {self._model.outputs[0]: np.asarray(found)}
+        waiting = model.submit(observation, fresh)
+
+        def outputs() -> Arrays:
+            reply = waiting()
+            self._version = reply.version
+            return named(reply, model)
+
+        return outputs
 
     def close(self) -> None:
-        """Release the lane."""
-        self._model.close()
+        """Release the lanes."""
+        for model in self._models:
+            model.close()
+
+
+def named(reply: Reply, model: LeasedModel) -> Arrays:
+    """Return a reply's outputs by name."""
+    found: Any = reply.outputs
+    return found if isinstance(found, Mapping) else {model.outputs[0]: np.asarray(found)}
 
 
 class _Publications:
@@ -71,6 +113,7 @@ class _Publications:
 
     def __init__(self, context: RoleContext, channel: str) -> None:
         self.version = 0
+        self.extra: Mapping[str, Any] = {}
         self.updates = UpdatesByVersion()
         self._reader = context.reader(channel)
         self._buffers = self._reader.buffers()
@@ -79,6 +122,6 @@ class _Publications:
     def refresh(self, timeout: float = 1.0) -> bool:
         if not self._reader.newer_than(self.version):
             return False
-        _, self.version, extra = self._reader.read(out=self._buffers, timeout=timeout)
-        self.updates.note(self.version, int(extra["updates"]))
+        _, self.version, self.extra = self._reader.read(out=self._buffers, timeout=timeout)
+        self.updates.note(self.version, int(self.extra["updates"]))
         return True

@@ -287,30 +287,79 @@ class LeasedModel:
 
     Args:
         channel: whose publications the model gets.
-        rows: of a request.
+        rows: that are in flight at once.
+        name: the model's; None: that of the channel on the plan's server.
+        reach: connects to its server; None: to the plan's.
+        timeout: see below; None: the plan's.
 
     Attributes:
         timeout: seconds for which a server that went away is waited for.
     """
 
-    def __init__(self, context: RoleContext, channel: str, rows: int) -> None:
-        assert context.plan.server is not None
-        self._server, self._context = context.plan.server, context
+    def __init__(
+        self,
+        context: RoleContext,
+        channel: str,
+        rows: int,
+        *,
+        name: str | None = None,
+        reach: Callable[[], Server] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        server, self._context = context.plan.server, context
+        if reach is None:
+            assert server is not None
+            address = server.address
+            self._reach, self._where = (lambda: connect(address)), f" at {address}"
+            self.timeout = server.timeout
+        else:
+            self._reach, self._where = reach, ""
+        if timeout is not None:
+            self.timeout = timeout
+        self._name = server.models[channel] if name is None and server is not None else str(name)
         self._channel, self._rows = channel, rows
         self._resources = ExitStack()
         self._model: Model | None = None
-        self.timeout = self._server.timeout
 
     @property
     def outputs(self) -> list[str]:
         """Names of the model's outputs; connects where it is not connected."""
         return list((self._model or self._open()).spec.outputs)
 
-    def infer(self, rows: Any, fresh: Callable[[int], bool]) -> Reply:
+    def submit(
+        self, rows: Any, fresh: Callable[[int], bool] = lambda version: True, version: int = 0
+    ) -> Callable[[], Reply]:
+        """Begin to infer; the function that is returned waits for the reply, and does what `infer` does.
+
+        Raises:
+            Refused: of the function that is returned: the server has no such version.
+        """
+        try:
+            model = self._model or self._open()
+            ticket = model.submit(rows, timeout=_CALL_TIMEOUT, version=version)
+        except _AWAY:
+            self.close()
+            return lambda: self.infer(rows, fresh, version)
+
+        def reply() -> Reply:
+            try:
+                found = ticket.result(_CALL_TIMEOUT)
+            except _AWAY:
+                if self._model is model:
+                    self.close()
+            else:
+                if found.version and fresh(found.version):
+                    return found
+            return self.infer(rows, fresh, version)
+
+        return reply
+
+    def infer(self, rows: Any, fresh: Callable[[int], bool], version: int = 0) -> Reply:
         """Infer, again while the answer is of weights that are too old.
 
         Args:
             fresh: whether weights of a version are new enough; it may raise to give up.
+            version: of the weights that are to compute it; 0: the newest.
 
         Raises:
             ServerGone, Timeout, ModelNotFound, SharedMemoryError: for longer than `timeout`.
@@ -320,7 +369,8 @@ class LeasedModel:
         published_until: float | None = None  # from the first answer on: the server may have been away before
         while True:
             try:
-                reply = (self._model or self._open()).infer_reply(rows, timeout=_CALL_TIMEOUT)
+                model = self._model or self._open()
+                reply = model.infer_reply(rows, timeout=_CALL_TIMEOUT, version=version)
             except _AWAY:
                 self.close()
                 published_until = None
@@ -336,7 +386,7 @@ class LeasedModel:
                     published_until = now + max(self.timeout, _ADOPTED)
                 elif now > published_until:
                     raise Timeout(
-                        f"{self._server.models[self._channel]} at {self._server.address} answers with the weights it "
+                        f"{self._name}{self._where} answers with the weights it "
                         f"was loaded with for {max(self.timeout, _ADOPTED):g} s: expected publications of "
                         f"{self._channel!r}; the logs of its learner and of the server say why there are none"
                     )
@@ -351,8 +401,8 @@ class LeasedModel:
 
     def _open(self) -> Model:
         with ExitStack() as undo:
-            connection = undo.enter_context(connect(self._server.address))
-            model = undo.enter_context(connection.model(self._server.models[self._channel], rows=self._rows))
+            connection = undo.enter_context(self._reach())
+            model = undo.enter_context(connection.model(self._name, rows=self._rows))
             self._resources = undo.pop_all()
         self._model = model
         return model
