@@ -18,6 +18,7 @@ from jurybox.studies.photo.environment import (
     make_environment,
     no_edits,
 )
+from jurybox.studies.photo.environment.edits import Degradation, degrade
 from jurybox.studies.photo.environment.photo_edit import STEP_SIZES
 from jurybox.studies.photo.learning import PhotoTraining
 from jurybox.training.runtime.plan import ConfigError
@@ -203,6 +204,20 @@ def test_some_episodes_have_an_intact_photo_and_none_if_damage_is_requested(make
     assert all(any(each[name] for name in FAULTS) for each in asked)
     with pytest.raises(ValueError, match="from 0 to 1"):
         make(intact=1.5)
+
+
+def test_a_requested_damage_is_done_to_the_crop_that_the_seed_has_anyway(make):
+    environment = make(intact=1.0, tilted=1.0, seed=4)
+    environment.reset(seed=7)
+    whole = environment.undamaged()
+    asked = environment.reset(seed=7, options={"degradation": {"temperature": 0.8}})[1]["degradation"]
+    assert {name: value for name, value in asked.items() if value != getattr(Degradation(), name)} == {
+        "temperature": 0.8
+    }
+    assert np.array_equal(environment.undamaged(), whole)
+    assert np.array_equal(environment.picture(), degrade(whole, Degradation(temperature=0.8)))
+    with pytest.raises(TypeError, match="warmth"):
+        environment.reset(options={"degradation": {"warmth": 0.8}})
 
 
 def test_of_the_photos_without_a_tilt_a_share_is_tilted_and_no_intact_one(make):

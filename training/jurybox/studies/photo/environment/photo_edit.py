@@ -141,7 +141,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             seed: makes photo, crop and damage repeatable.
             options: ``{"photo": name}`` chooses the photo; crop and damage stay random. ``{"intact": True}`` does no
                 damage, False does some. ``{"tilt": degrees}`` tilts a damaged photo counter-clockwise by that
-                angle instead of the sampled one.
+                angle instead of the sampled one. ``{"degradation": settings}`` does that damage (`Degradation`'s
+                fields by name) instead of a sampled one; the crop is the one that the seed has anyway.
         """
         super().reset(seed=seed)
         names = list(self._photos)
@@ -152,10 +153,13 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self._photo = self._photos[name]
         crop = self._photo.crop(self.np_random)
         self._degradation = draw(self.np_random, self.strength, self.tilted)
+        if (given := (options or {}).get("degradation")) is not None:
+            self._degradation = Degradation(**given)
         if (tilt := (options or {}).get("tilt")) is not None:
             self._degradation = replace(self._degradation, tilt=float(tilt))
         whole = (options or {}).get("intact")
-        if whole or (whole is None and self.intact and self.np_random.random() < self.intact):
+        unsaid = whole is None and given is None
+        if whole or (unsaid and self.intact and self.np_random.random() < self.intact):
             self._degradation = Degradation()
         self._undamaged, self._damaged = crop, degrade(crop, self._degradation)
         self._episodes += 1
