@@ -69,7 +69,7 @@ def one_agent(fill=lambda shared, act: None, state=None):
 
         def act(count, updates):
             for _ in range(count):
-                seen = rng.integers(2, size=(2, 2, 5, 5, 5), dtype=np.uint8)
+                seen = rng.integers(2, size=(2, 2 * 5 * 5 * 5), dtype=np.uint8)
                 stream.add(
                     observation=seen[0], action=int(rng.integers(5)), reward=float(rng.random()), terminated=False,
                     next_observation=seen[1], log_prob=float(np.log(0.2)), ended=False, environment=0, t=next(t),

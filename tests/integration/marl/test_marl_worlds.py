@@ -15,7 +15,7 @@ from pettingzoo import ParallelEnv
 from tests.integration.marl.worlds import SPACES, Kinds
 
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.environments.pettingzoo_env import AgentSpaces, ObservationEncoder, World, WorldError
+from jurybox.training.environments.pettingzoo_env import AgentView, World
 from jurybox.training.replay import Replay, Windows
 from jurybox.training.roles.evaluation import EnvEvaluator, Suite
 from jurybox.training.roles.policy_client import Cast
@@ -23,6 +23,7 @@ from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word
 from jurybox.training.runtime.settings import changes_of
+from jurybox.training.spaces import StrangeObservation
 from jurybox.training.trainings.marl import ConfigError, MarlTraining, plan
 from jurybox.training.trainings.marl_run import train
 
@@ -57,18 +58,17 @@ def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorith
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
     assert np.isfinite(outcome.evaluation["eval_return"])
     rows = {kind: observations_of(tmp_path, agent) for agent, kind in kinds.items()}
-    assert {kind: each.dtype.name for kind, each in rows.items() if each.dtype != np.uint8} == dict.fromkeys(
-        ("float32", "float64", "bounded", "uint16", "int32", "int64"), "float32"
-    )
+    binary = ("bool", "discrete", "multi_discrete", "multi_binary")
+    assert {kind for kind, each in rows.items() if each.dtype == np.uint8} == set(binary)
     assert rows["uint16"].max() > 255 and rows["uint8"].max() > 200
     assert np.abs(rows["int64"]).max() > 2**31 and rows["float64"].dtype == np.float32
-    # A replay's rows are frames, packed into bits; those of a rollout are stacks, the newest frame last.
+    # Rows hold both observations that are seen together; a replay that is sampled packs their bits.
     one_hot, two_hot = (
-        rows[kind][:, -1] if algorithm == "ppo" else np.unpackbits(rows[kind], axis=1)
+        rows[kind] if algorithm == "ppo" else np.unpackbits(rows[kind], axis=1)
         for kind in ("discrete", "multi_discrete")
     )
-    assert (one_hot.sum(1) == 1).all() and (one_hot.sum(0) > 0).sum() == 5
-    assert (two_hot.sum(1) == 2).all() and (two_hot.sum(0) > 0).sum() == 5
+    assert (one_hot.sum(1) == 2).all() and (one_hot.sum(0) > 0).sum() == 2 * 5
+    assert (two_hot.sum(1) == 4).all() and (two_hot.sum(0) > 0).sum() == 2 * 5
 
 
 @pytest.mark.runs
@@ -114,26 +114,24 @@ def test_agents_that_share_need_the_same_spaces(tmp_path):
     ("kind", "observation", "message"),
     [
         ("uint8", np.full((4, 4, 1), 300), "holds 300"),
-        ("discrete", 4, "holds 5 of 5"),
+        ("discrete", 4, "an observation of a holds 4, expected -1 to 3"),
         ("float64", np.array([1.0, 1e300, 0.0]), "holds 1e\\+300"),
         ("float32", np.zeros(4, np.float32), r"has the shape \(4,\)"),
     ],
 )
 def test_an_observation_outside_its_space_is_an_error(kind, observation, message):
-    space = SPACES[kind]
-    world = Kinds({"a": kind})
-    encoder = ObservationEncoder("a", space, AgentSpaces.of(space, world.action_space("a"), "a"))
-    with pytest.raises(WorldError, match=message):
-        encoder.row(observation)
+    view = AgentView("a", SPACES[kind], spaces.Discrete(3), 2)
+    with pytest.raises(StrangeObservation, match=message):
+        view.add(observation)
 
 
 def test_rows_are_copies_of_arrays_that_an_environment_may_reuse():
-    space = SPACES["float32"]
-    encoder = ObservationEncoder("a", space, AgentSpaces.of(space, Kinds({"a": "float32"}).action_space("a"), "a"))
+    view = AgentView("a", SPACES["float32"], spaces.Discrete(3), 1)
     observation = np.ones(3, np.float32)
-    row = encoder.row(observation)
+    view.add(observation)
+    row = view.row()
     observation[:] = 7
-    assert row.tolist() == [1, 1, 1]
+    assert row.tolist() == [[1, 1, 1]] == view.inputs["observation"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -235,17 +233,18 @@ def test_an_agent_that_returns_starts_fresh(tmp_path, monkeypatch, base, says):
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
     visits = [frames for frames in seen["guest"] if frames[-1][1] == 1]
     assert len(visits) >= 6, "it returned"
-    assert all((frames[0] == 0).all() for frames in visits)
+    assert all((frames[0] == frames[1]).all() for frames in visits), "the first observation, twice"
     checkpoint = Checkpoints(tmp_path / "checkpoints").latest()
     with Replay.load(checkpoint.folder / "replay-guest.jbr", f"guests-{os.getpid()}") as replay:
         replay.unlink()
-        if base is PPO:  # its rows hold the stacks before and after an action, the newest frame last
+        if base is PPO:
             part, n = replay.parts[0], len(replay)
-            now, after = (part.field_rows(name, 0, n)[:, -1].copy() for name in ("observation", "next_observation"))
+            now, after = (part.field_rows(name, 0, n).copy() for name in ("observation", "next_observation"))
             goes_on = part.field_rows("terminated", 0, n) == 0
         else:
             batch = replay.sample(200, replay.batch(200, Windows(n_step=1, gamma=1.0, next=("observation",))))
             now, after, goes_on = batch["observation"], batch["next_observation"], batch["discount"] > 0
+        now, after = now[:, 2:], after[:, 2:]  # of the two observations that are seen together the newer one
     assert (after[goes_on][:, 0] >= now[goes_on][:, 0]).all()
     same = now[goes_on][:, 0] == after[goes_on][:, 0]
     # If it is just gone, its observation after its last turn is unknown: the last one is used instead.

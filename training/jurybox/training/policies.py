@@ -33,7 +33,7 @@ from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, 
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.roles.evaluation import Episode, play_episodes
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
-from jurybox.training.spaces import MASK, StrangeObservation, action_mask, begun, converted, named, stepped
+from jurybox.training.spaces import MASK, StrangeObservation, action_mask, as_action, begun, converted, named, stepped
 
 __all__ = [
     "Acting",
@@ -546,7 +546,7 @@ class _OneEnvironment:
         return Waiting("", self._seen, np.zeros(0))
 
     def step(self, actions: Array) -> Moved:
-        action = _as_action(actions[0], getattr(self._environment, "action_space", None))
+        action = as_action(actions[0], getattr(self._environment, "action_space", None))
         self._seen, reward, terminated, truncated, info = stepped(self._environment.step(action))
         if not (terminated or truncated):
             self.mask = self._mask_of(self._environment, info)
@@ -556,15 +556,6 @@ class _OneEnvironment:
 
     def close(self) -> None:
         self._environment.close()
-
-
-def _as_action(action: Array, space: Any) -> Any:
-    """Convert an action to the environment's shape and dtype."""
-    if not action.ndim:
-        return int(action)
-    shape, dtype = getattr(space, "shape", action.shape), np.dtype(getattr(space, "dtype", action.dtype))
-    whole = np.rint(action) if dtype.kind in "iu" else action
-    return whole.astype(dtype).reshape(shape)
 
 
 def _picture(environment: Environment) -> Any:

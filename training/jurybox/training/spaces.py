@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "Stepped", "StrangeObservation", "action_mask", "begun",
-    "check_finite", "converted", "grouped", "named", "number", "places", "stepped",
+    "ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "Stepped", "StrangeObservation", "action_mask", "as_action",
+    "begun", "check_finite", "converted", "grouped", "named", "number", "places", "stepped",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -382,7 +382,8 @@ def action_mask(
     """Return the actions that may be chosen, bool (size,): ``info["action_mask"]``, else ``env.action_masks()``.
 
     Args:
-        info: of the last reset or step.
+        env: the environment; None: it has no method.
+        info: of the last reset or step, or the observation that the mask is a part of.
         size: number of actions; of several choices, of all of them, side by side.
         counts: of several choices: how many actions each has.
         ended: whether the episode is over, so that nothing has to be allowed.
@@ -465,3 +466,12 @@ def flag(value: Any, what: str) -> bool:
     if given.shape != () or given.dtype.kind not in "biuf" or given not in (0, 1):
         raise ContractBroken(f"{what} is {short(value)}: expected True or False")
     return bool(given)
+
+
+def as_action(action: Array, space: Any) -> Any:
+    """Convert an action to the environment's shape and dtype."""
+    if not action.ndim:
+        return int(action)
+    shape, dtype = getattr(space, "shape", action.shape), np.dtype(getattr(space, "dtype", action.dtype))
+    whole = np.rint(action) if dtype.kind in "iu" else action
+    return whole.astype(dtype).reshape(shape)

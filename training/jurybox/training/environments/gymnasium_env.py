@@ -251,6 +251,7 @@ class Observations:
 
     Args:
         space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple, nested at any depth.
+        agent: whose observations these are, for messages.
 
     Attributes:
         seen: what the rows hold, and the inputs.
@@ -259,8 +260,8 @@ class Observations:
         EnvironmentUnusable: the space has a part of another kind, or none at all.
     """
 
-    def __init__(self, space: spaces.Space[Any]) -> None:
-        self._space = space
+    def __init__(self, space: spaces.Space[Any], agent: str = "") -> None:
+        self._space, self._of = space, f" of {agent}" if agent else ""
         self._leaves: list[tuple[tuple[Any, ...], Leaf]] = []
         _collect(space, (), self._leaves)
         leaves = tuple(leaf for _, leaf in self._leaves)
@@ -286,7 +287,9 @@ class Observations:
         Raises:
             StrangeObservation: the space does not contain it, or it holds numbers that are not finite.
         """
-        return {leaf.name: leaf.read(self._part(observation, path), _named(path)) for path, leaf in self._leaves}
+        return {
+            leaf.name: leaf.read(self._part(observation, path), _named(path, self._of)) for path, leaf in self._leaves
+        }
 
     def row(self, observation: Any) -> Array:
         """Convert an observation to a row of `seen.dtype` and `seen.size` elements; a copy. Raises as `inputs`."""
@@ -318,13 +321,13 @@ class Observations:
             except (LookupError, TypeError) as error:
                 has = list(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
                 raise StrangeObservation(
-                    f"{_named(path[:depth])} has no {key!r}: got {has}, expected the parts of {self._space}"
+                    f"{_named(path[:depth], self._of)} has no {key!r}: got {has}, expected the parts of {self._space}"
                 ) from error
         return value
 
 
-def _named(path: tuple[Any, ...]) -> str:
-    return "an observation" + "".join(f"[{key!r}]" for key in path)
+def _named(path: tuple[Any, ...], of: str = "") -> str:
+    return f"an observation{of}" + "".join(f"[{key!r}]" for key in path)
 
 
 def _leaf(path: tuple[Any, ...], space: spaces.Space[Any]) -> Leaf:

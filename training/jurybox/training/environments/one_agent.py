@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import gymnasium
@@ -13,24 +13,25 @@ from gymnasium import spaces
 from jurybox.training.environments.adapter import Moved, Waiting
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
 from jurybox.training.environments.pettingzoo_env import World
-from jurybox.training.spaces import ALONE
+from jurybox.training.spaces import ALONE, MASK, Leaf, as_action
 
 Array = npt.NDArray[Any]
-Chooses = Callable[[Array], Array]
+Chooses = Callable[[Mapping[str, Array]], Array]
 
 
-class AgentEnv(gymnasium.Env[Array, int]):
+class AgentEnv(gymnasium.Env[Any, Any]):
     """The world as one agent's environment; the other agents act when it is their turn.
 
     A step is this agent's action and everything that happens until its next turn. Its reward is the sum of the agent's
-    rewards in that time. The episode lasts until the world's episode is over, even if the agent has left before.
+    rewards in that time. The episode lasts until the world's episode is over, even if the agent has left before. An
+    observation is the newest ones together, as the policy's inputs; a mask of actions is ``info["action_mask"]``.
 
     Args:
         name, world: import path and keyword arguments of the PettingZoo environment; see `make_world`.
         agent: name of the agent.
         groups: group of each agent.
-        frames: by group, the shape (stack, ...) and dtype of stacked observations.
-        partners: by group, a function from rows of stacked observations to actions as the environment numbers them.
+        stacks: by agent, how many observations it sees.
+        partners: by group, a function from n observations, (n, ...) by input, to actions as the environment takes them.
         others: "learned", or "random": all other agents act at random.
 
     Raises:
@@ -43,7 +44,7 @@ class AgentEnv(gymnasium.Env[Array, int]):
         world: Mapping[str, Any],
         agent: str,
         groups: Mapping[str, str],
-        frames: Mapping[str, tuple[Sequence[int], str]],
+        stacks: Mapping[str, int],
         partners: Mapping[str, Chooses],
         others: Literal["learned", "random"] = "learned",
         render_mode: str | None = None,
@@ -58,58 +59,74 @@ class AgentEnv(gymnasium.Env[Array, int]):
                 f"the others in this world act by the policies {', '.join(sorted(missing))}, and an exported file has "
                 "one: give the run's folder, or --set \"others='random'\""
             )
-        stacks = {each: frames[group][0][0] for each, group in groups.items()}
         arguments = dict(world) if render_mode is None else {**world, "render_mode": render_mode}
-        self._world = World(1, name, arguments, stacks, whole=tuple(groups))
+        self._world = World(1, name, arguments, stacks)
         self._agent = agent
         self._choosing = {each: partners[group] for each, group in groups.items() if group in partners}
         self._random = others == "random"
-        shape, dtype = frames[groups[agent]]
-        self._last = np.zeros(tuple(shape), dtype)
-        low, high = (0, 255) if dtype == "uint8" else (-np.inf, np.inf)
-        self.observation_space = spaces.Box(low, high, tuple(shape), np.dtype(dtype).type)
-        own = self._world.spaces[agent]
-        self.action_space = spaces.Discrete(own.actions, start=own.first)  # type: ignore[assignment]
+        self._view = self._world.views[agent]
+        parts = {leaf.name: _space_of(leaf) for leaf in self._view.spec.inputs}
+        self._alone = list(parts) == [ALONE]
+        self.observation_space = parts[ALONE] if self._alone else spaces.Dict(parts)
+        self.action_space = self._world.env.action_space(agent)
         self.render_mode = render_mode
         self.metadata = dict(getattr(self._world.env, "metadata", {}))
         self._ended = (False, False)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._world.begin(0, seed, options)
         self._ended = (False, False)
-        return self._until_turn(None)[0], {}
+        observation, *_, info = self._until_turn(None)
+        return observation, info
 
-    def step(self, action: int) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        moved = self._world.step(np.array([int(action) - self._world.spaces[self._agent].first]))
-        return *self._until_turn(moved), {}
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._until_turn(self._world.play(action))
 
-    def _until_turn(self, moved: Moved | None) -> tuple[Array, float, bool, bool]:
+    def _until_turn(self, moved: Moved | None) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Let the others act until it is this agent's turn or the world's episode is over."""
         total = 0.0
         while True:
             for result in () if moved is None else moved.results:
                 if result.agent == self._agent:
-                    total, self._last = total + float(result.reward[0]), result.rows[0]
+                    total += float(result.reward[0])
                     if result.terminated[0] or result.truncated[0]:
                         self._ended = (bool(result.terminated[0]), bool(result.truncated[0]))
             if moved is not None and moved.over:
-                terminated, truncated = self._ended if any(self._ended) else (False, True)
-                return self._last, total, terminated, truncated
+                ended = self._ended if any(self._ended) else (False, True)
+                return self._seen(), total, *ended, self._info()
             waiting = self._world.waiting()
             if waiting.agent == self._agent:
-                self._last = waiting.rows[0]
-                return self._last, total, False, False
-            moved = self._world.step(np.array([self._chosen(waiting)]))
+                return self._seen(), total, False, False, self._info()
+            moved = self._let_act(waiting)
 
-    def _chosen(self, waiting: Waiting) -> int:
-        space = self._world.spaces[waiting.agent]
+    def _seen(self) -> Any:
+        found = {leaf.name: self._view.inputs[leaf.name][0].copy() for leaf in self._view.spec.inputs}
+        return found[ALONE] if self._alone else found
+
+    def _info(self) -> dict[str, Any]:
+        return {MASK: self._view.inputs[MASK][0].copy()} if self._view.spec.masked else {}
+
+    def _let_act(self, waiting: Waiting) -> Moved:
         if self._random:
-            return int(self.np_random.integers(space.actions))
-        return int(self._choosing[waiting.agent](waiting.observation[ALONE])[0]) - space.first
+            action = self._world.views[waiting.agent].spec.action
+            return self._world.step(action.sample(self.np_random, 1, waiting.observation.get(MASK)))
+        action = self._choosing[waiting.agent](waiting.observation)[0]
+        space = self._world.env.action_space(waiting.agent)
+        return self._world.play(as_action(action, space))
 
     def render(self) -> Any:
         return self._world.env.render()
 
     def close(self) -> None:
         self._world.close()
+
+
+def _space_of(leaf: Leaf) -> spaces.Box:
+    dtype = np.dtype(leaf.dtype)
+    low, high = (-np.inf, np.inf) if dtype.kind == "f" else (False, True) if dtype.kind == "b" else _bounds(dtype)
+    return spaces.Box(low, high, leaf.shape, dtype.type)
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)

@@ -1,47 +1,29 @@
-"""PettingZoo environments (AEC and parallel): their agents act in turns, and their observations are rows.
-
-Networks compute in float32. A row stores an observation in its own dtype if that is not wider and torch supports it,
-otherwise as float32. So a row contains everything that the network would see.
+"""PettingZoo environments (AEC and parallel): their agents act in turns. What an agent observes and does is read by the
+same `Observations` and `Actions` as in Gymnasium's environments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.protocol.errors import missing_name
 from jurybox.training.environments.adapter import Moved, Result, Waiting
-from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
+from jurybox.training.environments.gymnasium_env import Actions, EnvironmentUnusable, Observations
 from jurybox.training.foreign import imported
-from jurybox.training.spaces import (
-    ALONE,
-    ActionSpec,
-    AgentSpec,
-    ContractBroken,
-    Leaf,
-    StrangeObservation,
-    converted,
-    flag,
-    number,
-    short,
-)
+from jurybox.training.spaces import MASK, AgentSpec, ContractBroken, action_mask, flag, number, short
 
-Observation = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 _LONGEST_NAME, _FORBIDDEN = 60, frozenset("/+*\0\n")
-_KEPT_DTYPES = ("uint8", "int8", "int16", "float16", "float32")
-
-
-class WorldError(ValueError):
-    """An environment returned an observation outside its observation space."""
 
 
 def make_world(name: str, arguments: Mapping[str, Any]) -> AECEnv[Any, Any, Any]:
@@ -115,132 +97,88 @@ class _TruncateMissing(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc
         return observations, infos
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSpaces:
-    """The observation and action space of one agent.
-
-    Attributes:
-        shape, dtype: shape and dtype of its observations as rows; Discrete and MultiDiscrete ones are one-hot.
-        binary: whether they contain only 0 and 1.
-        scale: factor by which networks multiply them, so that uint8 pictures become numbers up to 1.
-        actions: number of actions.
-        first: number of the first action in the environment.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    binary: bool
-    scale: float
-    actions: int
-    first: int
-
-    @classmethod
-    def of(cls, seen: spaces.Space[Any], does: spaces.Space[Any], agent: str) -> AgentSpaces:
-        """Check and convert the spaces of `agent`.
-
-        Raises:
-            EnvironmentUnusable: a space is of an unsupported kind.
-        """
-        if not isinstance(does, spaces.Discrete):
-            raise EnvironmentUnusable(
-                f"{agent} acts in {does}: expected Discrete actions, which is what all algorithms choose"
-            )
-        dtype, binary, scale = "uint8", True, 1.0
-        if isinstance(seen, spaces.Discrete):
-            shape: tuple[int, ...] = (int(seen.n),)
-        elif isinstance(seen, spaces.MultiDiscrete):
-            shape = (int(seen.nvec.sum()),)
-        elif isinstance(seen, spaces.MultiBinary):
-            shape = tuple(seen.shape)
-        elif isinstance(seen, spaces.Box):
-            shape = tuple(seen.shape)
-            kind = np.dtype(seen.dtype)
-            binary = kind == np.bool_ or (kind.kind in "iu" and bool((seen.low >= 0).all() and (seen.high <= 1).all()))
-            if not binary:
-                dtype = kind.name if kind.name in _KEPT_DTYPES else "float32"
-                scale = 1.0 / 255.0 if kind == np.uint8 else 1.0
-        else:
-            raise EnvironmentUnusable(
-                f"{agent} observes {seen}: expected Box, Discrete, MultiDiscrete or MultiBinary; flatten it in a "
-                "wrapper of the environment"
-            )
-        return cls(shape, dtype, binary, scale, int(does.n), int(does.start))
-
-    def spec(self, stack: int) -> AgentSpec:
-        """What a policy gets and chooses that sees so many rows at once, (stack, ...)."""
-        leaf = Leaf(ALONE, (stack, *self.shape), self.dtype, scale=self.scale)
-        return AgentSpec((leaf,), ActionSpec(True, self.actions, self.first))
+def _stacked(space: spaces.Space[Any], n: int) -> spaces.Space[Any]:
+    """The space of n observations at once."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _stacked(part, n) for name, part in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([_stacked(part, n) for part in space.spaces])
+    if isinstance(space, spaces.MultiDiscrete):  # of which Gymnasium makes numbers
+        nvec, start = (np.stack([each] * n) for each in (space.nvec, space.start))
+        return spaces.MultiDiscrete(nvec, dtype=space.dtype, start=start)
+    return batch_space(space, n)
 
 
-class ObservationEncoder:
-    """Converts one agent's observations to rows.
+class AgentView:
+    """What one agent observes, as inputs of a policy and as the row of a replay, and what it does.
 
     Args:
-        seen: the agent's observation space.
+        agent: names it in messages.
+        observed: space of its observations. Of a Dict with the part "action_mask", as PettingZoo's have it, the others
+            are observed, and that one is the mask of its actions.
+        does: space of its actions.
+        n_stack: how many of its newest observations are seen together, the oldest first; at the beginning of an episode
+            the first one so many times.
+
+    Attributes:
+        seen: the format of the rows.
+        spec: what a policy of this agent gets and chooses.
+        inputs: (1, ...) by name, of what it observes now, and "action_mask", if it has a mask.
+        to_env: the environment's action for one that an algorithm chooses.
+
+    Raises:
+        EnvironmentUnusable: a space is of an unsupported kind.
     """
 
-    def __init__(self, agent: str, seen: spaces.Space[Any], agent_space: AgentSpaces) -> None:
-        self._agent, self._seen, self._spaces = agent, seen, agent_space
-        self._dtype = np.dtype(agent_space.dtype)
-        self._declared = np.dtype(seen.dtype)
-
-    def row(self, observation: Any) -> Observation:
-        """Convert an observation to a row.
-
-        Raises:
-            WorldError: the observation is outside the space.
-        """
-        shape = tuple(self._seen.shape or ())
+    def __init__(self, agent: str, observed: spaces.Space[Any], does: spaces.Space[Any], n_stack: int) -> None:
+        masked = isinstance(observed, spaces.Dict) and MASK in observed.spaces
+        if masked:
+            assert isinstance(observed, spaces.Dict)
+            observed = spaces.Dict({name: part for name, part in observed.spaces.items() if name != MASK})
         try:
-            given = converted(observation, self._declared.name, shape, f"an observation of {self._agent}")
-        except StrangeObservation as error:
-            raise WorldError(f"{error}; its observation space is {self._seen}") from error
-        if isinstance(self._seen, spaces.Discrete):
-            return self._one_hot([int(given) - int(self._seen.start)], [int(self._seen.n)])
-        if isinstance(self._seen, spaces.MultiDiscrete):
-            start = np.asarray(self._seen.start).ravel()
-            return self._one_hot((given.ravel() - start).tolist(), self._seen.nvec.ravel().tolist())
-        return given.astype(self._dtype)  # a copy: the environment may reuse its array
+            actions = Actions(does)
+            self._newest = Observations(observed, agent)
+            stacked = observed if n_stack == 1 else _stacked(observed, n_stack)
+            self._all = Observations(stacked, agent)
+        except EnvironmentUnusable as error:
+            raise EnvironmentUnusable(f"{agent}: {error}") from error
+        if any(len(leaf.shape) > 3 for leaf in self._all.seen.inputs) and self._newest.seen.pictures:
+            raise EnvironmentUnusable(
+                f"{agent}: n_stack = {n_stack} makes four dimensions of the pictures of {observed}, and three are "
+                "expected: set n_stack = 1, or stack them in a wrapper of the environment"
+            )
+        self._n_stack, self._fresh = n_stack, True
+        self.seen, self.to_env = self._all.seen, actions.clipped
+        self.spec = AgentSpec(self.seen.inputs, actions.spec, masked=masked)
+        self.inputs = {leaf.name: np.zeros((1, *leaf.shape), leaf.dtype) for leaf in self.seen.inputs}
+        if masked:
+            self.inputs[MASK] = np.zeros((1, actions.spec.size), np.bool_)
 
-    def _one_hot(self, numbers: Sequence[int], counts: Sequence[int]) -> Observation:
-        out = np.zeros(self._spaces.shape, np.uint8)
-        first = 0
-        for value, count in zip(numbers, counts, strict=True):
-            if not 0 <= value < count:
-                raise self._mismatch(f"holds {value} of {count}")
-            out[first + value] = 1
-            first += count
-        return out
+    def add(self, observation: Any, *, ended: bool = False) -> None:
+        """Take the newest observation; a copy. Raises StrangeObservation: the space does not contain it."""
+        for name, value in self._newest.inputs(observation).items():
+            found = self.inputs[name]
+            if self._n_stack > 1 and not self._fresh:
+                found[0, :-1] = found[0, 1:]
+                found[0, -1] = value
+            else:
+                found[0] = value
+        self._fresh = False
+        if self.spec.masked:
+            action = self.spec.action
+            self.inputs[MASK][0] = action_mask(None, observation, action.size, action.counts, ended=ended)
 
-    def _mismatch(self, what: str) -> WorldError:
-        return WorldError(f"an observation of {self._agent} {what}, its observation space is {self._seen}")
+    def forget(self) -> None:
+        """The next observation is the first of an episode."""
+        self._fresh = True
 
+    def row(self) -> Array:
+        """(1, size): what it observes now, as a replay holds it; a copy."""
+        return self._all.packed({name: each[0] for name, each in self.inputs.items()})[None]
 
-def agent_spaces(world: AECEnv[Any, Any, Any]) -> dict[str, AgentSpaces]:
-    """Return the spaces of all agents."""
-    return {
-        agent: AgentSpaces.of(world.observation_space(agent), world.action_space(agent), agent)
-        for agent in world.possible_agents
-    }
-
-
-def encoders(world: AECEnv[Any, Any, Any]) -> dict[str, ObservationEncoder]:
-    """Return the converters of all agents' observations to rows."""
-    return {
-        agent: ObservationEncoder(agent, world.observation_space(agent), agent_space)
-        for agent, agent_space in agent_spaces(world).items()
-    }
-
-
-class _Stack:
-    """The last observations of an agent, (stack, ...), the newest last; zeros before the first."""
-
-    def __init__(self, n: int, space: AgentSpaces) -> None:
-        self.frames: Observation = np.zeros((n, *space.shape), space.dtype)
-
-    def add(self, frame: Observation) -> None:
-        self.frames[:-1] = self.frames[1:]
-        self.frames[-1] = frame
+    def mask(self) -> Array | None:
+        """(1, actions): of the actions that it may choose now; a copy. None: it has none."""
+        return self.inputs[MASK].copy() if self.spec.masked else None
 
 
 class World:
@@ -250,12 +188,10 @@ class World:
         n: 1; a process has one world.
         env, env_args: see `make_world`.
         stacks: by agent, how many observations it sees.
-        whole: the agents whose rows are whole stacks, the newest observation last; those of the others are single
-            observations, which a replay's sampler stacks.
 
     Attributes:
         env: the environment, as one in turns.
-        spaces: of each agent.
+        views: of each agent.
 
     Raises:
         EnvironmentUnusable: it cannot be made, or has unsupported spaces.
@@ -263,25 +199,21 @@ class World:
 
     bound = "bound its episodes, by an argument of it or in a wrapper"
 
-    def __init__(
-        self, n: int, env: str, env_args: Mapping[str, Any], stacks: Mapping[str, int], whole: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, n: int, env: str, env_args: Mapping[str, Any], stacks: Mapping[str, int]) -> None:
         if n != 1:
             raise EnvironmentUnusable(f"{n} worlds in one process: expected 1; `envs` counts processes")
         self.n, self.name = n, env
         self.env = make_world(env, env_args)
         self.agents: Sequence[str] = tuple(self.env.possible_agents)
-        self.spaces, self._encoders = agent_spaces(self.env), encoders(self.env)
-        self._stacks = {agent: _Stack(stacks[agent], self.spaces[agent]) for agent in self.agents}
-        self._whole = frozenset(whole)
+        self.views = views_of(self.env, stacks)
         self._untold: set[str] = set()  # agents that have acted, and whose result is not known yet
         self._taken = self._members = 0  # of the turn of all agents: how many have had theirs, and how many they are
 
     def begin(self, environment: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
-        """Begin an episode. Raises ContractBroken, WorldError: what it returned is not what it has to be."""
+        """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
         self.env.reset(seed=seed, options=options)
-        for stack in self._stacks.values():
-            stack.frames[:] = 0
+        for view in self.views.values():
+            view.forget()
         self._untold.clear()
         self._taken, self._members = 0, len(self.env.agents)
         self._look()
@@ -290,14 +222,17 @@ class World:
 
     def waiting(self) -> Waiting:
         """The agent whose turn it is."""
-        agent = self.env.agent_selection
-        return Waiting(agent, {ALONE: self._stacks[agent].frames[None]}, self._row(agent))
+        view = self.views[self.env.agent_selection]
+        return Waiting(self.env.agent_selection, view.inputs, view.row())
 
-    def step(self, actions: npt.NDArray[Any]) -> Moved:
-        """Let the agent act whose turn it is. Raises ContractBroken, WorldError, see `begin`."""
-        agent = self.env.agent_selection
-        self.env.step(int(actions[0]) + self.spaces[agent].first)
-        self._untold.add(agent)
+    def step(self, actions: Array) -> Moved:
+        """Let the agent act whose turn it is. Raises ContractBroken, see `begin`."""
+        return self.play(self.views[self.env.agent_selection].to_env(actions[0]))
+
+    def play(self, action: Any) -> Moved:
+        """The same with an action as the environment takes it."""
+        self._untold.add(self.env.agent_selection)
+        self.env.step(action)
         self._taken += 1
         results, over, steps = self._look(), not self.env.agents, 0
         if over or self._taken >= self._members:
@@ -314,31 +249,38 @@ class World:
         while self.env.agents:
             agent = self.env.agent_selection
             observed, reward, *ends, info = self.env.last()
-            stack = self._stacks[agent]
-            stack.add(self._encoders[agent].row(observed))
-            paid = number(reward, f"the reward of {agent}")
             terminated, truncated = (
                 flag(end, f"{name} of {agent}") for end, name in zip(ends, ("terminated", "truncated"), strict=True)
             )
+            self.views[agent].add(observed, ended=terminated or truncated)
+            paid = number(reward, f"the reward of {agent}")
             results.append(self._told(agent, paid, terminated, truncated, info))
             if not terminated and not truncated:
                 break
-            stack.frames[:] = 0  # if the agent returns in this episode, it has no earlier observations
+            self.views[agent].forget()  # if the agent returns in this episode, it has no earlier observations
             self.env.step(None)
             self._taken += 1
         for agent in [each for each in self.agents if each in self._untold and each not in self.env.agents]:
             # It left without a word: as if it was truncated there, and had observed nothing since.
             paid, terminated = self.env._cumulative_rewards.get(agent, 0.0), bool(self.env.terminations.get(agent))
             results.append(self._told(agent, number(paid, f"the reward of {agent}"), terminated, not terminated, {}))
-            self._stacks[agent].frames[:] = 0
+            self.views[agent].forget()
         return results
 
     def _told(self, agent: str, reward: float, terminated: bool, truncated: bool, info: Any) -> Result:
         self._untold.discard(agent)
         infos = [info if isinstance(info, Mapping) else {}]
-        flags = np.array([terminated]), np.array([truncated])
-        return Result(agent, np.array([reward], np.float64), *flags, self._row(agent), infos)
+        flags, view = (np.array([terminated]), np.array([truncated])), self.views[agent]
+        return Result(agent, np.array([reward], np.float64), *flags, view.row(), infos, view.mask())
 
-    def _row(self, agent: str) -> Observation:
-        frames = self._stacks[agent].frames
-        return frames[None].copy() if agent in self._whole else frames[-1:].copy()
+
+def views_of(world: AECEnv[Any, Any, Any], stacks: Mapping[str, int]) -> dict[str, AgentView]:
+    """Return what each agent observes and does.
+
+    Args:
+        stacks: by agent, how many observations it sees.
+    """
+    return {
+        agent: AgentView(agent, world.observation_space(agent), world.action_space(agent), stacks[agent])
+        for agent in world.possible_agents
+    }

@@ -57,7 +57,6 @@ class AlgorithmLearner(Learner):
         algorithm: arguments of `algorithms.make`.
         envs: environments whose rows it gets, over all workers.
         device: where it computes.
-        raw: whether rows hold the environment's own observations instead of packed ones, see `Algorithm.raw`.
         suffix: of its metrics' names, where several learners report.
         curriculum: "make", the "module:Class" of a `Curriculum`, and its arguments; None: there is none.
         results: name of the replay that actors write the results of episodes to, for the curriculum.
@@ -81,7 +80,6 @@ class AlgorithmLearner(Learner):
         algorithm: Mapping[str, Any],
         envs: int,
         device: str = "cpu",
-        raw: bool = False,
         suffix: str = "",
         curriculum: Mapping[str, Any] | None = None,
         results: str = "results",
@@ -94,7 +92,7 @@ class AlgorithmLearner(Learner):
         self.name, self._suffix = str(algorithm["algorithm"]), suffix
         self.replay = context.replay(replay)
         self.algorithm = made = make(**algorithm)
-        made.envs, made.alive, made.raw = envs, context.alive, raw
+        made.envs, made.alive = envs, context.alive
         self._scheduled = made.settings.scheduled
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -247,8 +245,6 @@ class OffPolicyLearner(AlgorithmLearner):
 
     Args:
         first: rows that the replay has to hold before its first step.
-        stack: observations of an environment that the network sees side by side; None: one, without a dimension of its
-            own.
         beta: exponent of the importance weights, where the replay is prioritized.
         anchor_ratio: share of each batch that comes from the replay's anchor, if it has one.
         anchor_first: rows that the anchor has to hold before any come from it.
@@ -262,7 +258,6 @@ class OffPolicyLearner(AlgorithmLearner):
         context: RoleContext,
         *,
         first: int,
-        stack: int | None = None,
         beta: float = 0.4,
         anchor_ratio: float = 0.0,
         anchor_first: int = 1,
@@ -277,8 +272,6 @@ class OffPolicyLearner(AlgorithmLearner):
         self._augment: Callable[[Batch], Batch] | None = None if augment is None else load(augment)
         following = ("observation", MASK) if self.algorithm.spec.masked else ("observation",)
         windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following)
-        if stack is not None:
-            windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following, stack=stack, stacked=("observation",))
         self._batch = self.replay.batch(s.batch_size, windows, pinned=self._device != "cpu")
         self._on_device = BatchOnDevice(self._batch, self._device)
 

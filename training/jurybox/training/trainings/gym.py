@@ -50,6 +50,7 @@ from jurybox.training.spaces import DISCOUNTED, MASK, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 if TYPE_CHECKING:
+    from jurybox.training.policies import Acts
     from jurybox.training.report.page import Section
     from jurybox.training.runtime.serving import ServedModels
     from jurybox.training.trainings.recorded_run import RecordingOptions
@@ -391,19 +392,11 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
 
 def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the policy for ``jurybox policy``."""
-    from jurybox.training.policies import Acts, Description
+    from jurybox.training.policies import Description
 
-    output, how = make(**made_of).chooses
-    action = AgentSpec.of(made_of["spec"]).action
-    low, high = ([each if math.isfinite(each) else None for each in bounds] for bounds in (action.low, action.high))
-    weights = f"weights-{NAME}.state"
-    acts = Acts(
-        factory_of(settings), made_of, weights, output, how,
-        low=low, high=high, first=action.start, counts=action.counts, starts=action.starts,
-    )  # fmt: skip
     return Description(
         "gym",
-        {NAME: acts},
+        {NAME: acts_of(factory_of(settings), made_of, NAME)},
         "jurybox.training.environments.gymnasium_env:played_environment",
         {
             "name": settings.env,
@@ -414,6 +407,19 @@ def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, 
         settings.model_dump(mode="json"),
         settings.seed,
     ).as_dict()
+
+
+def acts_of(factory: str, made_of: Mapping[str, Any], channel: str) -> Acts:
+    """Return how a policy acts, from the arguments of `algorithms.make` and the channel of its weights."""
+    from jurybox.training.policies import Acts
+
+    output, how = make(**made_of).chooses
+    action = AgentSpec.of(made_of["spec"]).action
+    low, high = ([each if math.isfinite(each) else None for each in bounds] for bounds in (action.low, action.high))
+    return Acts(
+        factory, made_of, f"weights-{channel}.state", output, how,
+        low=low, high=high, first=action.start, counts=action.counts, starts=action.starts,
+    )  # fmt: skip
 
 
 def factory_of(settings: GymTraining) -> str:

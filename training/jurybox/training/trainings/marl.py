@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,13 +11,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
-from jurybox.training.environments.pettingzoo_env import AgentSpaces, agent_spaces, check_names, make_world
+from jurybox.training.environments.pettingzoo_env import AgentView, check_names, make_world, views_of
 from jurybox.training.replay import Episodes
-from jurybox.training.replay import Field as ReplayField
-from jurybox.training.roles.learner import COLUMNS
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -31,6 +31,8 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.serving import Models, ServedModels
 from jurybox.training.runtime.settings import ServedSettings, merged
+from jurybox.training.spaces import AgentSpec
+from jurybox.training.trainings.gym import acts_of, fields
 
 _ROLES = "jurybox.training.roles"
 _ADAPTER = "jurybox.training.environments.pettingzoo_env:World"
@@ -259,21 +261,17 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         ConfigError: the environment cannot be created, agents that share a learner have different spaces, `share` or
             `own` names unknown agents, or a setting is set that would have no effect.
     """
-    known = _spaces(settings)
-    groups = _groups(settings, list(known))
-    agent_space = _of_groups(groups, known)
-    of_group = {name: settings.of(name.split("+")) for name in agent_space}
+    groups, of_group, views = _views(settings)
     for own in of_group.values():
         own.refuse_unused()
-    algorithms = {name: _acting(own, agent_space[name]) for name, own in of_group.items()}
-    fields = {
-        "action": ReplayField((), "int32"),
-        "reward": ReplayField((), "float32"),
-        "terminated": ReplayField((), "bool"),
-    }
+    algorithms = {name: _acting(own, views[name].spec) for name, own in of_group.items()}
+    made = {}
+    for name, arguments in algorithms.items():
+        try:
+            made[name] = make(**arguments)
+        except AlgorithmUnusable as error:
+            raise ConfigError(f"{arguments['algorithm']} cannot act for {name}: {error}") from error
     on_policy = settings.algorithm == ON_POLICY
-    if on_policy:
-        fields |= {"log_prob": ReplayField((), "float32"), **COLUMNS}
     names = tuple(of_group)
     # Agents' names may contain characters that are not allowed in models' names.
     models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
@@ -292,8 +290,6 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         )
     stacks = {agent: of_group[group].frames for agent, group in groups.items()}
     arguments = {"env": settings.environment, "env_args": settings.world_settings, "stacks": stacks}
-    if on_policy:
-        arguments["whole"] = list(groups)
     played = {"adapter": _ADAPTER, "arguments": arguments, "policies": groups, "algorithms": algorithms}
     return Plan(
         roles=(
@@ -332,14 +328,14 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             ReplaySpec(
                 name,
                 own.buffer_size,
-                {**_observed(agent_space[name], own), **fields},
+                fields(made[name], views[name].seen),
                 episodes=None if on_policy else Episodes(),
             )
             for name, own in of_group.items()
         ),
         channels=tuple(
-            ChannelSpec(name, WeightsLayout.of(raw_network(make(**made)).state_dict()), of_group[name].publish_mode)
-            for name, made in algorithms.items()
+            ChannelSpec(name, WeightsLayout.of(raw_network(each).state_dict()), of_group[name].publish_mode)
+            for name, each in made.items()
         ),
         pace=Pace(settings.ppo.n_steps, 1, 0, settings.slack)
         if on_policy
@@ -353,52 +349,57 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
         log_every=settings.log_every,
         best="return",
         server=None if served is None else served.feed(models),
-        policy=description(settings, groups, algorithms),
+        policy=description(settings, groups, algorithms, stacks),
     )
 
 
-def _spaces(settings: MarlTraining) -> dict[str, AgentSpaces]:
-    """Return what each agent of the settings' environment observes and does."""
+def _views(
+    settings: MarlTraining,
+) -> tuple[dict[str, str], dict[str, MarlTraining], dict[str, AgentView]]:
+    """Return each agent's group; and of each group its settings, and what its agents observe and do."""
     try:
         world = make_world(settings.environment, settings.world_settings)
-        if not getattr(world, "possible_agents", None):
-            raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
-        check_names(settings.environment, world.possible_agents)
-        known = agent_spaces(world)
+        try:
+            if not getattr(world, "possible_agents", None):
+                raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
+            check_names(settings.environment, world.possible_agents)
+            groups = _groups(settings, list(world.possible_agents))
+            of_group = {name: settings.of(name.split("+")) for name in groups.values()}
+            known = views_of(world, {agent: of_group[name].frames for agent, name in groups.items()})
+        finally:
+            world.close()
     except EnvironmentUnusable as error:
         raise ConfigError(str(error)) from error
-    world.close()
-    return known
+    views: dict[str, AgentView] = {}
+    for agent, name in groups.items():
+        if views.setdefault(name, known[agent]).spec != known[agent].spec:
+            raise ConfigError(
+                f"the agents of {name} see or do different things ({views[name].spec} and {known[agent].spec}): one "
+                "network does not fit both; let each have its own (share)"
+            )
+    return groups, of_group, views
 
 
 def description(
     settings: MarlTraining,
     groups: Mapping[str, str],
     algorithms: Mapping[str, Mapping[str, Any]],
+    stacks: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the description of all learners' policies for ``jurybox policy``, one policy for each group."""
-    from jurybox.training.policies import Acts, Description
+    from jurybox.training.policies import Description
 
-    policies, frames = {}, {}
+    policies = {}
     for name, arguments in algorithms.items():
-        made = make(**arguments)
-        (leaf,) = made.spec.inputs
-        frames[name] = [list(leaf.shape), leaf.dtype]
-        output, how = made.chooses
-        policies[name] = Acts(
-            _FACTORY,
-            arguments,
-            f"weights-{name}.state",
-            output,
-            "draw" if made.on_policy else how,  # as in evaluations
-            first=made.spec.action.start,
-            own_arguments={"agent": name.split("+")[0]},
-        )
+        acts = acts_of(_FACTORY, arguments, name)
+        draws = acts.choose == "best" and make(**arguments).on_policy  # as in evaluations
+        own = {"agent": name.split("+")[0]}
+        policies[name] = replace(acts, choose="draw" if draws else acts.choose, own_arguments=own)
     world = {
         "name": settings.environment,
         "world": settings.world_settings,
         "groups": dict(groups),
-        "frames": frames,
+        "stacks": dict(stacks),
     }
     kept = settings.model_dump(mode="json")
     return Description(
@@ -416,32 +417,12 @@ def _groups(settings: MarlTraining, agents: Sequence[str]) -> dict[str, str]:
     return groups
 
 
-def _of_groups(groups: Mapping[str, str], known: Mapping[str, AgentSpaces]) -> dict[str, AgentSpaces]:
-    """Return the spaces of each group."""
-    found: dict[str, AgentSpaces] = {}
-    for agent, group in groups.items():
-        if found.setdefault(group, known[agent]) != known[agent]:
-            raise ConfigError(
-                f"the agents of {group} see or do different things ({found[group]} and {known[agent]}): one network "
-                "does not fit both; let each have its own (share)"
-            )
-    return found
-
-
-def _observed(space: AgentSpaces, settings: MarlTraining) -> dict[str, ReplayField]:
-    """Return the fields of observations: frames, which the sampler stacks, or with PPO whole stacks."""
-    if settings.algorithm != ON_POLICY:
-        return {"observation": ReplayField(space.shape, space.dtype, stored="bits" if space.binary else None)}
-    stacked = ReplayField((settings.frames, *space.shape), space.dtype)
-    return {"observation": stacked, "next_observation": stacked}
-
-
-def _acting(settings: MarlTraining, space: AgentSpaces) -> dict[str, Any]:
+def _acting(settings: MarlTraining, spec: AgentSpec) -> dict[str, Any]:
     """Return the arguments of `algorithms.make` for what acts, and for its network."""
     own: dict[str, Any] = {"hidden": list(settings.hidden)}
     if settings.algorithm != ON_POLICY:
         own |= {name: getattr(settings, name) for name in _EXPLORATION}
-    return {"algorithm": settings.algorithm, "settings": own, "spec": space.spec(settings.frames).as_dict()}
+    return {"algorithm": settings.algorithm, "settings": own, "spec": spec.as_dict()}
 
 
 def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str, Any]) -> RoleSpec:
@@ -480,12 +461,11 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
         make, publish_every = f"{_ROLES}.learner:OffPolicyLearner", settings.publish_interval
         # The newest rows of each agent in each world have no successor yet.
         unsampled = members * (settings.n_steps + 1)
-        more = {"first": max(settings.learning_starts, unsampled + 1), "stack": settings.frames, "device": device}
+        more = {"first": max(settings.learning_starts, unsampled + 1), "device": device}
     made = {
         "replay": group,
         "algorithm": {"algorithm": algorithm, "settings": own, "spec": spec},
         "envs": 1,  # a turn is a step of one world
-        "raw": True,
         "suffix": f"_{group}",
         **more,
     }
