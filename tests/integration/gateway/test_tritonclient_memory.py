@@ -12,8 +12,8 @@ from tests.tritons import ANSWER, ROWS, observation, plain
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from jurybox.protocol.errors import Code, Refused
+from jurybox.server.gateway.inference.parameters import Place
 from jurybox.server.gateway.inference.shared_memory import Regions
-from jurybox.server.gateway.inference.tensors import Place
 
 
 @pytest.fixture

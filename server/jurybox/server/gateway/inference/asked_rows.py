@@ -12,6 +12,7 @@ from jurybox.protocol.parameters import Parameter, parameter_rows
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.frontend.frontend import deadline
 from jurybox.server.frontend.requests import GET, SET, ReadRows, Rows, RowsReply, RowsRequest
+from jurybox.server.gateway.inference.parameters import Place, RequestParameters, of_tensor, weights_version
 from jurybox.server.gateway.inference.requests import (
     InferRequest,
     InferResponse,
@@ -22,18 +23,7 @@ from jurybox.server.gateway.inference.requests import (
     row_errors,
 )
 from jurybox.server.gateway.inference.shared_memory import RegionData, Regions
-from jurybox.server.gateway.inference.tensors import (
-    InputData,
-    Parameters,
-    Place,
-    RawData,
-    RequestParameters,
-    TypedData,
-    malformed,
-    of_tensor,
-    rows_of,
-    weights_version,
-)
+from jurybox.server.gateway.inference.tensors import InputData, Parameters, RawData, TypedData, malformed, rows_of
 
 FINAL = {"triton_final_response": True}
 

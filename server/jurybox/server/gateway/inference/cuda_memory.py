@@ -22,8 +22,9 @@ from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Error, Refused, Timeout
 from jurybox.protocol.spec import ModelSpec
 from jurybox.server.frontend.frontend import Frontend
+from jurybox.server.gateway.inference.parameters import Place
 from jurybox.server.gateway.inference.shared_memory import Registered, Registry
-from jurybox.server.gateway.inference.tensors import Place, checked_shape, malformed
+from jurybox.server.gateway.inference.tensors import checked_shape, malformed
 
 _MOST_BINDINGS = 64  # each holds rows of an arena
 _UNBIND = 30.0  # seconds that engines have to close the memory

@@ -20,8 +20,9 @@ from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFail
 from jurybox.server.frontend.coalescer import Arrays, Put
 from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, ModelLane
 from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.inference.parameters import request_parameters, weights_version
 from jurybox.server.gateway.inference.requests import InferRequest, Output, output_of, row_errors
-from jurybox.server.gateway.inference.tensors import Parameters, datatype_of, request_parameters, weights_version
+from jurybox.server.gateway.inference.tensors import Parameters, datatype_of
 from jurybox.server.security.access import ClientConnection
 from jurybox.server.security.limits import Charge
 

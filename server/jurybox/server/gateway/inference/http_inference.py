@@ -21,9 +21,10 @@ from jurybox.protocol.errors import Code, Refused, ServerGone, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.inference import OpenInference
+from jurybox.server.gateway.inference.parameters import truth
 from jurybox.server.gateway.inference.requests import InferRequest, InferResponse, Input, Output, RequestedOutput
 from jurybox.server.gateway.inference.shared_memory import Region
-from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown, truth
+from jurybox.server.gateway.inference.tensors import MOST_TENSORS, malformed, read_json, shown
 from jurybox.server.security.http import CHARGE
 from jurybox.server.security.limits import Charge
 from jurybox.server.security.pace import joined

@@ -19,6 +19,15 @@ from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.asked_rows import FINAL, AskedRows, wanted
 from jurybox.server.gateway.inference.cuda_memory import CudaRegions
 from jurybox.server.gateway.inference.models import Repository
+from jurybox.server.gateway.inference.parameters import (
+    NO_PARAMETERS,
+    REGION,
+    ROW_ERRORS,
+    RequestParameters,
+    of_tensor,
+    request_parameters,
+    weights_version,
+)
 from jurybox.server.gateway.inference.requests import (
     InferRequest,
     InferResponse,
@@ -28,17 +37,7 @@ from jurybox.server.gateway.inference.requests import (
     row_errors,
 )
 from jurybox.server.gateway.inference.shared_memory import Regions
-from jurybox.server.gateway.inference.tensors import (
-    NO_PARAMETERS,
-    REGION,
-    ROW_ERRORS,
-    RequestParameters,
-    checked_shape,
-    datatype_of,
-    of_tensor,
-    request_parameters,
-    weights_version,
-)
+from jurybox.server.gateway.inference.tensors import checked_shape, datatype_of
 
 
 class OpenInference:

@@ -16,7 +16,8 @@ from jurybox.protocol.spec import BYTES, OIP_NAMES
 from jurybox.protocol.wire import BEREFT, require_name
 from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.frontend.panels import TOTAL
-from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json, truth, weights_version
+from jurybox.server.gateway.inference.parameters import truth, weights_version
+from jurybox.server.gateway.inference.tensors import Parameters, malformed, read_json
 
 Document = dict[str, Any]
 

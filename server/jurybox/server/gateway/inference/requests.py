@@ -14,7 +14,8 @@ from jurybox.protocol.errors import Code, Refused
 from jurybox.protocol.row_frames import extents_text, joined_strings
 from jurybox.protocol.spec import BYTES, TensorSpec
 from jurybox.server.frontend.requests import Rows
-from jurybox.server.gateway.inference.tensors import ROW_ERRORS, Parameters, datatype_of
+from jurybox.server.gateway.inference.parameters import ROW_ERRORS
+from jurybox.server.gateway.inference.tensors import Parameters, datatype_of
 
 
 @dataclass(slots=True)

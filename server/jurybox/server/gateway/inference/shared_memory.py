@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from jurybox.protocol.errors import Code, Refused, plain
 from jurybox.protocol.row_frames import split_strings
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.gateway.inference.tensors import InputData, Place, malformed
+from jurybox.server.gateway.inference.parameters import Place
+from jurybox.server.gateway.inference.tensors import InputData, malformed
 from jurybox.server.security.access import OWN_PREFIX
 
 _POSIX = Path("/dev/shm")  # where shm_open(3) keeps its objects; JURYBOX_SHM_DIR applies only to our own files
