@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jurybox.client import Refused
-from jurybox.server.gateway.inference.http_inference import body_of
+from jurybox.server.gateway.inference.http_json import body_of
 from jurybox.server.gateway.inference.requests import InferResponse, Output
 
 ROW = {"name": "observation", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}

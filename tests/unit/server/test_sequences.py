@@ -11,8 +11,8 @@ from tests.loops import turns
 
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code
-from jurybox.server.frontend.sequences import Sequences, SequenceTurn
 from jurybox.server.frontend.requests import Steps
+from jurybox.server.frontend.sequences import Sequences, SequenceTurn
 
 
 class Lanes:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
 from jurybox.server.gateway.http_server import TURN, Connection
-from jurybox.server.gateway.inference import http_inference
+from jurybox.server.gateway.inference import http_inference, http_json
 from jurybox.server.gateway.inference.forms import FormRequest, Forms
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.requests import InferRequest, Output
@@ -84,7 +84,7 @@ def plain_length(scope: Any) -> int | None:
 def _read_form(key: bytes) -> InferRequest | None:
     model, version, size, body = key.split(b"\0", 3)
     try:
-        request, names, all_binary = http_inference.request_of(
+        request, names, all_binary = http_json.request_of(
             model.decode(), version.decode(), body + bytes(int(size)), str(len(body))
         )
     except Exception:  # noqa: BLE001  the normal path reports what is wrong
@@ -103,7 +103,7 @@ def _written_heads(
     named = {"model_name": model, "model_version": version, **({"parameters": parameters} if parameters else {})}
     text = json.dumps({**named, "outputs": described}, separators=(",", ":"))
     head = (
-        f"{http_inference.LENGTH.lower()}: {len(text)}\r\ncontent-length: {len(text) + sum(sizes)}\r\n"
+        f"{http_json.LENGTH.lower()}: {len(text)}\r\ncontent-length: {len(text) + sum(sizes)}\r\n"
         f"content-type: application/octet-stream\r\n{_HEADERS}{text}"
     )
     return [head.encode(), *[b""] * (len(sizes) - 1)]
