@@ -184,7 +184,8 @@ async def test_a_time_out_names_its_seconds_whoever_notices_it_first():
 
 
 async def test_a_ticket_that_never_ends_is_cancelled_and_blocks_no_other(monkeypatch):
-    monkeypatch.setattr("jurybox.server.frontend.coalescer._OVERDUE", 0.05)
+    monkeypatch.setattr("jurybox.server.frontend.coalescer.OVERDUE", 0.05)
+    monkeypatch.setattr("jurybox.server.frontend.waiting_rows.OVERDUE", 0.05)
     together, events = coalescer(Lane(None))
     with pytest.raises(Timeout):
         await together.ask(ROW, 1, 0.05, 0)

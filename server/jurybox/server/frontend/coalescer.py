@@ -15,127 +15,25 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jurybox.client import Model, Ticket, Timeout
-from jurybox.client.in_flight import LOOK_AFTER
 from jurybox.client.lane import row_failed
 from jurybox.client.row_codec import shaped
 from jurybox.client.sessions import Sessions
 from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed, SessionLost, said
 from jurybox.server.frontend.returns import BRIEF, QuickHalf, Returns
+from jurybox.server.frontend.waiting_rows import OVERDUE, Arrays, PendingTicket, Put, Receiver, WaitingRows
 from jurybox.server.security.pace import HEAVY, Breaks, WorkPace
-
-Arrays = Mapping[str, Any]  # (n, *row shape) by name; a list of n arrays or bytes if the rows differ in size
 
 _NONE: Arrays = {}  # the rows of a request that was dropped
 _FEW = 64  # dropped requests may stay in the queue
 _IN_FLIGHT = 1  # tickets per engine
-_OVERDUE = 2.0  # seconds after its last request's deadline within which a ticket ends by itself
 _OVER = (Code.STALE_LEASE, Code.SERVER_GONE, Code.BUSY)  # the lane is no longer ours, or its rows are not returned
 _DOUBT = 1.0  # seconds that a ticket has left once its answer may have been lost
-
-
-@dataclass(slots=True)
-class _WaitingRows:
-    """The rows of one request; `arrived` and `until` are in seconds of the monotonic clock.
-
-    `sessions` maps the session of each row to whether it begins; None: the model keeps no state.
-    """
-
-    inputs: Arrays
-    n: int
-    version: int
-    arrived: float
-    until: float
-    answer: Receiver
-    sessions: Mapping[int, bool] | None
-    client: Any = None
-    queued: bool = True  # whether no ticket has it yet
-
-
-class Put:
-    """A request that was queued."""
-
-    __slots__ = ("_coalescer", "_late", "_request")
-
-    def __init__(self, coalescer: RequestCoalescer, request: _WaitingRows, late: asyncio.TimerHandle) -> None:
-        self._coalescer = coalescer
-        self._request = request
-        self._late = late
-
-    def over(self) -> None:
-        """Note that the request is answered, or that nobody waits for its answer: free its timer, and its rows."""
-        self._late.cancel()
-        if self._request.queued:
-            self._coalescer._drop(self._request)
-
-
-class Receiver(Protocol):
-    """The receiver of a request's answer: a future, or an object with its methods.
-
-    A future gets copies of the arrays. Any other receiver must use them within `set_result`; they are overwritten
-    afterwards.
-    """
-
-    def done(self) -> bool: ...
-    def set_result(self, result: tuple[Arrays, int], /) -> None: ...
-    def set_exception(self, error: Any, /) -> None: ...
-
-
-class _PendingTicket:
-    """A ticket sent without a task: a future to its ticket, and a task to the coalescer."""
-
-    __slots__ = ("_coalescer", "_done", "_looking", "_loop", "_until", "began", "ticket")
-
-    def __init__(self, coalescer: RequestCoalescer, ticket: Ticket, until: float, began: float) -> None:
-        self._coalescer = coalescer
-        self._loop = asyncio.get_running_loop()
-        self._looking: asyncio.TimerHandle | None = None
-        self._done = False
-        self._until = until
-        self.began = began
-        self.ticket = ticket
-
-    def look(self) -> None:
-        """Wait for the answer, and check the engine meanwhile."""
-        again = self._looking is not None
-        if again and time.monotonic() > self._until + _OVERDUE:
-            self._coalescer._end(self)
-            return
-        try:
-            answered = self.ticket.watched(self._loop, self, again=again)
-        except Exception:  # noqa: BLE001  the ticket raises it again when its outputs are read
-            answered = True
-        if answered:
-            self.set_result(None)
-        elif not self._done:
-            self._looking = self._loop.call_later(LOOK_AFTER, self.look)
-
-    def done(self) -> bool:
-        """See `asyncio.Future.done`."""
-        return self._done
-
-    def set_result(self, _: None) -> None:
-        """See `asyncio.Future.set_result`."""
-        if not self._done:
-            self._over()
-            self._loop.call_soon(self._coalescer._on_answer, self)
-
-    def cancel(self) -> None:
-        """See `asyncio.Task.cancel`; its requests have ended."""
-        self._over()
-        self._coalescer._in_flight.pop(self, None)
-        self.ticket.give_up()
-
-    def _over(self) -> None:
-        self._done = True
-        if self._looking is not None:
-            self._looking.cancel()
 
 
 class RequestCoalescer:
@@ -178,8 +76,8 @@ class RequestCoalescer:
         self._idle = idle
         self._outputs = list(model.spec.outputs)
         self._unread = f"the answer of model {model.name!r} could not be read"
-        self._waiting: deque[_WaitingRows] = deque()
-        self._in_flight: dict[asyncio.Task[None] | _PendingTicket, list[_WaitingRows]] = {}
+        self._waiting: deque[WaitingRows] = deque()
+        self._in_flight: dict[asyncio.Task[None] | PendingTicket, list[WaitingRows]] = {}
         self._plain = sessions is None and not any(output.variable for output in model.spec.outputs.values())
         self._called = False
         self._dropped = 0  # requests that are in the queue although they were dropped
@@ -235,7 +133,7 @@ class RequestCoalescer:
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         self._breaks.heard()
-        request = _WaitingRows(inputs, n, version, now, now + seconds, answer, sessions, client)
+        request = WaitingRows(inputs, n, version, now, now + seconds, answer, sessions, client)
         late = loop.call_later(seconds, self._expire, request)
         self._waiting.append(request)
         if self._returns.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
@@ -250,7 +148,7 @@ class RequestCoalescer:
             self._look()  # the thread that watches for answers would have to wait until the loop pauses
         return Put(self, request, late)
 
-    def _drop(self, request: _WaitingRows) -> None:
+    def drop(self, request: WaitingRows) -> None:
         """Forget a request that no ticket has: the next one may be far away."""
         request.inputs, request.queued = _NONE, False
         self._dropped += 1
@@ -268,7 +166,7 @@ class RequestCoalescer:
     def doubt(self) -> None:
         """Handle that an answer may have been lost: tickets in flight get a short time, then are sent again."""
         for task in self._in_flight:
-            asyncio.get_running_loop().call_later(_DOUBT, self._end, task)
+            asyncio.get_running_loop().call_later(_DOUBT, self.end, task)
 
     def _look(self) -> None:
         try:
@@ -289,19 +187,23 @@ class RequestCoalescer:
         if self._gathered is not None:
             self._send()
 
-    def _expire(self, request: _WaitingRows) -> None:
+    def _expire(self, request: WaitingRows) -> None:
         if request.answer.done():
             return
         self._expired()
         self._refuse(request, Timeout(self._late(request.until - request.arrived)))
         for task, batch in self._in_flight.items():
             if all(request.answer.done() for request in batch):
-                asyncio.get_running_loop().call_later(_OVERDUE, self._end, task)
+                asyncio.get_running_loop().call_later(OVERDUE, self.end, task)
 
     def _late(self, seconds: float) -> str:
         return f"model {self._model.name!r} did not answer within {max(0.0, seconds):.3f} s"
 
-    def _end(self, task: asyncio.Task[None] | _PendingTicket) -> None:
+    def forget(self, task: PendingTicket) -> None:
+        """Forget a ticket whose requests have ended."""
+        self._in_flight.pop(task, None)
+
+    def end(self, task: asyncio.Task[None] | PendingTicket) -> None:
         """Cancel a ticket that did not end by itself, so that nothing waits for it."""
         if task in self._in_flight:
             task.cancel()
@@ -333,12 +235,12 @@ class RequestCoalescer:
         if not self.busy:
             self._idle()
 
-    def _begin(self, work: Coroutine[Any, Any, None], batch: list[_WaitingRows]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], batch: list[WaitingRows]) -> None:
         task = asyncio.ensure_future(work)
         self._in_flight[task] = batch
         task.add_done_callback(self._on_done)
 
-    def _send_without_task(self, batch: list[_WaitingRows]) -> bool:
+    def _send_without_task(self, batch: list[WaitingRows]) -> bool:
         """Send rows of fixed shapes without a task; return False if that is impossible and nothing was done."""
         until, began = max(request.until for request in batch), time.monotonic()
         brief = BRIEF if not self._waiting and self._returns.may_block(len(batch)) else 0.0
@@ -356,7 +258,7 @@ class RequestCoalescer:
             return True
         if brief:
             self._returns.blocked_in_vain()
-        sent = _PendingTicket(self, ticket, until, began)
+        sent = PendingTicket(self, ticket, until, began)
         self._in_flight[sent] = batch
         sent.look()
         return True
@@ -374,11 +276,11 @@ class RequestCoalescer:
         if not self._called:
             self._send()
 
-    def _record(self, batch: list[_WaitingRows], began: float) -> None:
+    def _record(self, batch: list[WaitingRows], began: float) -> None:
         """Record how long a ticket took that was sent without a task."""
         self._returns.took(sum(request.n for request in batch), time.monotonic() - began)
 
-    def _on_answer(self, sent: _PendingTicket) -> None:
+    def on_answer(self, sent: PendingTicket) -> None:
         """Distribute the outputs of a ticket that was sent without a task, or handle its error."""
         came = time.monotonic()
         batch = self._in_flight.pop(sent, None)
@@ -398,7 +300,7 @@ class RequestCoalescer:
         elif not self.busy:
             self._idle()
 
-    def _give(self, batch: list[_WaitingRows], outputs: Arrays, version: int) -> None:
+    def _give(self, batch: list[WaitingRows], outputs: Arrays, version: int) -> None:
         """Deliver to each request its rows of `outputs`, whose memory later tickets overwrite."""
         at = 0
         for request in batch:
@@ -413,13 +315,13 @@ class RequestCoalescer:
                     answer.set_exception(ModelFailed(f"{self._unread}: {said(error)}"))
             at = end
 
-    def _take(self) -> list[_WaitingRows]:
+    def _take(self) -> list[WaitingRows]:
         """Remove and return the requests of the next ticket: the oldest ones that ask for the same weights version.
 
         They fit into adjacent free rows. Otherwise the client would split the ticket and report the oldest version of
         its parts, which is wrong for a caller whose rows were all computed with a newer one.
         """
-        batch: list[_WaitingRows] = []
+        batch: list[WaitingRows] = []
         rows = 0
         most = self._most if len(self._waiting) < 2 else min(self._most, self._model.room())
         while self._waiting:
@@ -446,7 +348,7 @@ class RequestCoalescer:
         elif not self.busy:
             self._idle()
 
-    async def _answer(self, batch: list[_WaitingRows], ticket: Ticket | None = None) -> None:
+    async def _answer(self, batch: list[WaitingRows], ticket: Ticket | None = None) -> None:
         try:
             await self._compute(batch, ticket)
         except Exception as error:  # noqa: BLE001  every waiting caller must get an answer
@@ -464,7 +366,7 @@ class RequestCoalescer:
             if not ours or failure.code in _OVER:
                 self._broken()
 
-    async def _answer_others(self, batch: list[_WaitingRows], lost: SessionLost) -> None:
+    async def _answer_others(self, batch: list[WaitingRows], lost: SessionLost) -> None:
         """Fail the requests whose sessions are lost, and send the others again: nothing was computed."""
         rest = []
         for request in batch:
@@ -478,7 +380,7 @@ class RequestCoalescer:
         else:
             self._fail(batch, lost)
 
-    async def _compute(self, batch: list[_WaitingRows], ticket: Ticket | None = None) -> None:
+    async def _compute(self, batch: list[WaitingRows], ticket: Ticket | None = None) -> None:
         """Send these rows as one ticket, unless `ticket` is given, and distribute the answers."""
         first, began, room = batch[0], time.monotonic(), None
         if len(batch) == 1 or ticket is not None:
@@ -538,7 +440,7 @@ class RequestCoalescer:
         # No casting: the model may have been reloaded with another dtype since these rows were read.
         return np.concatenate(parts, out=kept[:rows], casting="no")
 
-    def _fail(self, batch: list[_WaitingRows], error: Error) -> None:
+    def _fail(self, batch: list[WaitingRows], error: Error) -> None:
         due = time.monotonic() if isinstance(error, Timeout) else 0.0
         for request in batch:
             if request.answer.done():
@@ -548,12 +450,12 @@ class RequestCoalescer:
             else:
                 self._refuse(request, error)
 
-    def _refuse(self, request: _WaitingRows, error: Error) -> None:
+    def _refuse(self, request: WaitingRows, error: Error) -> None:
         self._returns.answered(request.client)
         request.answer.set_exception(error)
 
 
-def _waits(batch: list[_WaitingRows]) -> list[float]:
+def _waits(batch: list[WaitingRows]) -> list[float]:
     """Return the seconds that each request has waited."""
     now = time.monotonic()
     return [now - request.arrived for request in batch]
@@ -567,7 +469,7 @@ def _size(outputs: Arrays) -> int:
     )
 
 
-def _share_session(request: _WaitingRows, batch: list[_WaitingRows]) -> bool:
+def _share_session(request: WaitingRows, batch: list[WaitingRows]) -> bool:
     """Return whether a session of this request is also in `batch`: the earlier step must be answered first."""
     if request.sessions is None:
         return False

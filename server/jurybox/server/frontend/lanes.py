@@ -24,8 +24,9 @@ from jurybox.protocol.errors import Code, Error, ModelFailed, Refused, RowFailed
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import require_name
-from jurybox.server.frontend.coalescer import Arrays, RequestCoalescer
+from jurybox.server.frontend.coalescer import RequestCoalescer
 from jurybox.server.frontend.returns import Returns
+from jurybox.server.frontend.waiting_rows import Arrays
 from jurybox.server.security.pace import WorkPace
 
 T = TypeVar("T")

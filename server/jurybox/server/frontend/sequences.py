@@ -31,9 +31,9 @@ from jurybox.protocol.errors import (
     Timeout,
     plain,
 )
-from jurybox.server.frontend.coalescer import Arrays
 from jurybox.server.frontend.lanes import Lanes, ModelLane
 from jurybox.server.frontend.requests import SET, Steps
+from jurybox.server.frontend.waiting_rows import Arrays
 
 Key = tuple[Any, ...]  # the model, then the sequence's name
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed
-from jurybox.server.frontend.coalescer import Arrays, Put
 from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, ModelLane
+from jurybox.server.frontend.waiting_rows import Arrays, Put
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.parameters import request_parameters, weights_version
 from jurybox.server.gateway.inference.requests import InferRequest, Output, output_of, row_errors
