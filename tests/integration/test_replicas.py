@@ -206,7 +206,7 @@ def test_lanes_are_spread_and_single_rows_take_the_native_path(tmp_path, transpo
         for _ in range(50):
             assert all(model(X[0])[0] == 3 for model in lanes)
         assert random.random() == expected, "the program's own random numbers were used"
-        assert sorted(model.requests.lane._home for model in lanes) == [0, 0, 1, 1]
+        assert sorted(model.requests.lane._choice.home for model in lanes) == [0, 0, 1, 1]
         for model in lanes:
             assert all(call is not None for call, _ in model.requests.kept[0]._calls.values())
         computed = client._link.scoreboard.counters["requests"][:, client.status()["models"][0]["index"]]

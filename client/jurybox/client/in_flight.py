@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from jurybox.protocol.errors import Refused, Timeout
@@ -102,6 +103,23 @@ class InFlight:
         """Whether a call is sending it."""
         return (sender := self.sender) is not None and sender() is not None
 
+    @contextlib.contextmanager
+    def being_sent(self, *, mine: bool = False) -> Iterator[bool]:
+        """Within the ``with`` block other calls leave this ticket alone. False: another call is sending it.
+
+        Args:
+            mine: the calling method is its sender already.
+        """
+        if mine or self.sending:
+            yield mine
+            return
+        claim = Claim()
+        self.sender = weakref.ref(claim)
+        try:
+            yield True
+        finally:
+            self.sender = None
+
 
 class Answer(NamedTuple):
     """The answer to a ticket."""
@@ -111,6 +129,24 @@ class Answer(NamedTuple):
     message: str
     version: int
     incarnation: int
+
+
+def wake(waiters: Sequence[Waiter]) -> None:
+    """Set the result of futures, in the threads of their loops."""
+    import asyncio  # already imported, since the waiters' loops exist
+
+    here = asyncio._get_running_loop()
+    for loop, future in waiters:
+        if loop is here:
+            _done(future)
+            continue
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(_done, future)
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 _TURN = 0.001  # seconds between an event loop's attempts to acquire the lock

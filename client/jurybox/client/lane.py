@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import random
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, Claim, InFlight
+from jurybox.client.engine_choice import MOST_DEATHS, EngineChoice, EngineDeaths, fatal
+from jurybox.client.in_flight import LOOK_AFTER, UNSENT, Answer, Claim, InFlight, Waiter, wake
 from jurybox.client.row_allocator import RowAllocator, RowRun
 from jurybox.client.row_codec import codec_of, shaped
 from jurybox.client.transports.transport import SERVING, Caller, NotSent, RowPlace, Transport
@@ -33,17 +32,12 @@ from jurybox.protocol.errors import (
     error_for,
 )
 from jurybox.protocol.locks import NESTED
-from jurybox.protocol.scoreboard import Scoreboard, state_of
+from jurybox.protocol.scoreboard import Scoreboard
 
 if TYPE_CHECKING:
     import asyncio
 
     from jurybox.client.link import OneEngine, RowsHere
-
-# A program's seeded random numbers must not depend on its requests, and forked clients must not all draw the same.
-_random = random.SystemRandom()
-_DEATHS = 3  # after this many deaths, charged to its model, with a ticket in flight, it is assumed to be the cause
-_WITHOUT = 1.0  # seconds without tickets for an engine that did not have the model
 
 
 class Lane:
@@ -107,22 +101,15 @@ class Lane:
         self._arena = arena
         self._transport = transport
         self._give_back = give_back
-        self._states = scoreboard.engines["state"]
         self._incarnations = scoreboard.engines["incarnation"]
-        self._waits = scoreboard.engines["expected_wait"]
-        self._mine = [engine for engine in engines if engine < len(self._states)] or list(range(len(self._states)))
-        self.one_engine = len(self._mine) == 1
-        self.engines = 1 if self.columns.sessions is not None else len(self._mine)
-        self._home = home if home in self._mine else self._mine[0]
-        self._stays = -1  # the engine of this lane's sessions
-        self._charged = charged
-        self._charged_before = 0 if charged is None else charged.item(0)
-        self._blamed: dict[int, bool] = {}  # whether an engine's end was, by incarnation
-        self._without: dict[int, float] = {}  # engines without the model, and until when they get no ticket, s
+        self._choice = EngineChoice(scoreboard.engines, engines, home, one=self.columns.sessions is not None)
+        self._states = self._choice.states
+        self.one_engine, self.engines = self._choice.one_engine, self._choice.engines
+        self._deaths = EngineDeaths(charged, far=far)
         self._looked = 0.0
         self._unsent_because = ""
         self._full = False  # whether tickets wait for room in the transport
-        self._row_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._row_waiters: list[Waiter] = []
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), transport, arena, leave)
         forks.register(self)
 
@@ -246,35 +233,15 @@ class Lane:
         return ticket
 
     def choose_engine(self) -> int | None:
-        """Choose a serving engine: the one with the fewest of the lane's tickets unless others are less busy.
-
-        Return None if none is serving. Of equal ones, it is the lane's own: an engine knows how fast its clients
-        return, and waits for them or not; so few clients change engines.
-        """
+        """Choose the engine for the next ticket; None if none is serving. See EngineChoice.choose."""
         if self.one_engine:
-            return self._home if self._states.item(self._home) == SERVING else None
-        serving = self._able()
-        if not serving:
-            return None
-        home = self._home
-        if self.columns.sessions is not None:  # their state is on the first engine used, as long as it is serving
-            if self._stays not in serving:
-                self._stays = home if home in serving else _random.choice(serving)
-            return self._stays
-        waits = self._waits.tolist()
-        bound = 1.5 * max(0, min([waits[i] for i in serving]))  # negative: another process corrupted it
-        best = [i for i in serving if waits[i] <= bound]
-        if self.in_flight:
-            at = [ticket.engine for ticket in self.in_flight.values()]
-            tickets = {i: at.count(i) for i in best}
-            least = min(tickets.values())
-            best = [i for i in best if tickets[i] == least]
-        return home if home in best else _random.choice(best)
+            home = self._choice.home
+            return home if self._states.item(home) == SERVING else None
+        return self._choice.choose(self.in_flight)
 
     def replace(self, lane: Lane) -> None:
         """Use the engine of a lane that this one replaces: the server has counted both."""
-        if lane._home in self._mine:
-            self._home = lane._home
+        self._choice.replace(lane._choice)
 
     def caller(self, place: RowPlace, engine: int) -> tuple[Caller | None, int]:
         """Return the native caller for some rows on an engine, and the engine's incarnation that it is for.
@@ -293,12 +260,7 @@ class Lane:
 
         The lane's own is first. With sessions, only one has their state.
         """
-        if self.one_engine or self.columns.sessions is not None:
-            engine = self.choose_engine()
-            able = [] if engine is None else [engine]
-        else:
-            able = sorted(self._able(), key=lambda i: (i < self._home, i))
-        return tuple((i, self._incarnations.item(i)) for i in able)
+        return tuple((i, self._incarnations.item(i)) for i in self._choice.able(self.in_flight))
 
     def adopt(self, ticket: InFlight, engine: int, incarnation: int, submitted: int) -> None:
         """Take over a ticket that other code sent through this lane's transport, with a number of `advance`.
@@ -402,7 +364,7 @@ class Lane:
             # is dead: another one writes to these rows now, maybe by other weights.
             if ticket is not None and (answer.incarnation == ticket.incarnation or self._far):
                 if answer.code == Code.MODEL_NOT_FOUND and not self.one_engine:
-                    with self._sending(ticket, mine=ticket is mine) as sends:
+                    with ticket.being_sent(mine=ticket is mine) as sends:
                         if not sends or self._send_elsewhere(ticket, answer):
                             continue
                 if answer.code == Code.STALE_LEASE:
@@ -410,7 +372,7 @@ class Lane:
                 ticket.answer = answer
                 self._forget(ticket)
                 if ticket.waiters is not None:
-                    _wake(ticket.waiters)
+                    wake(ticket.waiters)
             self._transport.settled(answer)
         if self._full:
             self._send_unsent()
@@ -482,41 +444,9 @@ class Lane:
             if self._full:
                 return
             if ticket.engine == UNSENT:
-                with self._sending(ticket) as mine:
+                with ticket.being_sent() as mine:
                     if mine and ticket.engine == UNSENT and ticket.answer is None:
                         self._send(ticket)
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _sending(ticket: InFlight, *, mine: bool = False) -> Iterator[bool]:
-        """Within the ``with`` block other calls leave this ticket alone. False: another call is sending it.
-
-        Args:
-            mine: the calling method is its sender already.
-        """
-        if mine or ticket.sending:
-            yield mine
-            return
-        claim = Claim()
-        ticket.sender = weakref.ref(claim)
-        try:
-            yield True
-        finally:
-            ticket.sender = None
-
-    def _serving(self) -> list[int]:
-        states = self._states.tolist()
-        return [i for i in self._mine if states[i] == SERVING]
-
-    def _able(self) -> list[int]:
-        """Return the serving engines that may have the model; if none may, all that serve."""
-        serving = self._serving()
-        return (self._with_model(serving) or serving) if self._without else serving
-
-    def _with_model(self, engines: Sequence[int]) -> list[int]:
-        """Return those engines that may have the model."""
-        now = time.monotonic()
-        return [i for i in engines if self._without.get(i, 0.0) <= now]
 
     def _send_elsewhere(self, ticket: InFlight, answer: Answer) -> bool:
         """Send a ticket again whose engine does not have the model: it could not load it, or has not done so yet.
@@ -524,10 +454,8 @@ class Lane:
         Return False if no other engine may have it.
         """
         if self.in_flight.get(ticket.sequence) is ticket and ticket.incarnation == answer.incarnation:
-            self._without[ticket.engine] = time.monotonic() + _WITHOUT
-            if not self._with_model(self._serving()):
+            if not self._choice.goes_on_without(ticket.engine):
                 return False
-            self._stays = -1
             self._send(ticket)
         self._transport.settled(answer)
         return True
@@ -540,7 +468,7 @@ class Lane:
 
     def _tell_row_waiters(self) -> None:
         waiters, self._row_waiters = self._row_waiters, []
-        _wake(waiters)
+        wake(waiters)
 
     def look_after(self, waited: Sequence[InFlight] = ()) -> None:
         """Receive the answers that have arrived, then resend tickets lost with an engine or in an interrupted call."""
@@ -559,7 +487,7 @@ class Lane:
             if ticket.answer is not None:
                 self._forget(ticket)  # an interrupt came between its answer and its removal
                 continue
-            with self._sending(ticket) as mine:
+            with ticket.being_sent() as mine:
                 if mine and self.in_flight.get(ticket.sequence) is ticket and ticket.answer is None:
                     self._recover(ticket, ticket in waited)
 
@@ -569,37 +497,16 @@ class Lane:
         died = sent and int(self._incarnations[ticket.engine]) != ticket.incarnation
         if sent and not died and self._transport.holds(ticket):
             return
-        ticket.deaths += died and self._blames(ticket.incarnation)
+        ticket.deaths += died and self._deaths.blames(ticket.incarnation)
         if not (waited or ticket.wanted) and not (self._far and sent):  # if far, it outlives its connection
             self._forget(ticket)  # no live engine has it, so none can write to its rows
-        elif ticket.deaths >= _DEATHS:
-            self.settle((self._fatal(ticket),))
+        elif ticket.deaths >= MOST_DEATHS:
+            self.settle((fatal(self.model, ticket),))
         else:
             if sent and not died:  # its answer was lost in this process: restart its time-out
                 now = time.monotonic_ns()
                 ticket.deadline = max(ticket.deadline, now + ticket.deadline - ticket.submitted)
             self._send(ticket)
-
-    def _blames(self, incarnation: int) -> bool:
-        """Return whether the end of an engine, found with tickets of this lane, is charged to this lane's model.
-
-        If far, a connection broke, and the relay handles engines.
-        """
-        if self._far or self._charged is None:
-            return not self._far
-        if incarnation not in self._blamed:
-            charged = self._charged.item(0)
-            self._blamed[incarnation] = charged != self._charged_before
-            self._charged_before = charged
-        return self._blamed[incarnation]
-
-    def _fatal(self, ticket: InFlight) -> Answer:
-        """Return an error in place of an engine's answer, so that a ticket that kills engines is not sent again."""
-        why = (
-            f"{_DEATHS} engines died one after another with this ticket of model {self.model!r} ({ticket.rows} rows) "
-            "in flight; it is not sent again. See the server's log for what ended them"
-        )
-        return Answer(ticket.sequence, Code.MODEL_FAILED, why, 0, ticket.incarnation)
 
     def why_late(self, ticket: InFlight) -> str:
         """Return the message of a time-out."""
@@ -608,12 +515,11 @@ class Lane:
                 f"model {self.model!r} did not answer in time ({ticket.rows} rows): its server is busy, or the network "
                 "to it is broken. Ask again: it is connected to again by itself"
             )
-        states = [state_of(state).name.lower() for state in self._states]
         unsent = f"was not sent: {self._unsent_because}"
         sent = unsent if ticket.engine == UNSENT else f"is at engine {ticket.engine}"
         return (
             f"model {self.model!r} did not answer in time; the ticket ({ticket.rows} rows) {sent} "
-            f"(engines: {', '.join(states)}). Its rows become free when it is answered"
+            f"(engines: {self._choice.described()}). Its rows become free when it is answered"
         )
 
     def _after_fork_in_child(self) -> None:
@@ -629,8 +535,9 @@ class Lane:
         self._let_go.detach()
         self._transport.forked()
         self._arena.close()
-        self._charged = None
-        del self._scoreboard, self._states, self._incarnations, self._waits  # this unmaps the scoreboard
+        self._deaths.forget()
+        self._choice.forget()
+        del self._scoreboard, self._states, self._incarnations  # this unmaps the scoreboard
 
 
 def row_failed(model: str, errors: dict[int, str], rows: int, outputs: Any, version: int) -> RowFailed:
@@ -647,21 +554,3 @@ def _let_go(pid: int, transport: Transport, arena: Arena | RowsHere, leave: Call
         transport.close()
         arena.close()
         leave()
-
-
-def _wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
-    """Set the result of futures, in the threads of their loops."""
-    import asyncio  # already imported, since the waiters' loops exist
-
-    here = asyncio._get_running_loop()
-    for loop, future in waiters:
-        if loop is here:
-            _done(future)
-            continue
-        with contextlib.suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(_done, future)
-
-
-def _done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

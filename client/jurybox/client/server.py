@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
-from jurybox.client.model import Model, Requests
+from jurybox.client.model import Model
+from jurybox.client.requests import Requests
 from jurybox.client.row_allocator import MOST_ROWS, whole
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Timeout

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import row_failed
+from jurybox.client.pieces import rows_come_back
 from jurybox.client.row_allocator import version_of
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
-from jurybox.client.ticket import Reply, Ticket, rows_come_back, send_rows
+from jurybox.client.ticket import Reply, Ticket, send_rows
 from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
 from jurybox.protocol.errors import (
     Busy,
@@ -33,9 +34,9 @@ from jurybox.protocol.locks import NESTED, Taken
 from jurybox.protocol.row_arrays import array_of
 
 if TYPE_CHECKING:
+    from jurybox.client.call_rows import CallRow
     from jurybox.client.lane import Lane
-    from jurybox.client.model import Requests
-    from jurybox.client.rows import CallRow
+    from jurybox.client.requests import Requests
 
 
 class Sessions(Closing):

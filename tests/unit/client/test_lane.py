@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jurybox.client.call_rows import CallRow
 from jurybox.client.in_flight import UNSENT, Answer
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
 from jurybox.client.row_allocator import RowAllocator
-from jurybox.client.rows import CallRow
 from jurybox.client.transports.transport import NOT_ANSWERED, NotSent
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
