@@ -335,3 +335,60 @@ def test_the_version_of_sessions_is_that_of_their_last_answer_also_of_a_ticket(s
         ticket._sent.answer = ticket._sent.answer._replace(version=7)
         assert ticket.result().version == sessions.version == 7
         assert lane.gone is None
+
+
+def test_every_kind_of_request_has_a_form_that_returns_its_version(client):
+    model = client.model("affine", rows=8)
+    version = model.infer_reply(X[:2]).version
+    replies = [
+        (model.call_reply(X[0]), 2 * X[0] + 1),
+        (model.call_reply(observation=X[0]), 2 * X[0] + 1),
+        (model.submit(X[:2]).result(), 2 * X[:2] + 1),
+        (asyncio.run(model.infer_reply_async(X[:2])), 2 * X[:2] + 1),
+    ]
+    for reply, expected in replies:
+        np.testing.assert_array_equal(reply.outputs, expected)
+        assert reply.outputs.shape == expected.shape and reply.version == version
+    with model.rows(2) as rows:
+        rows.inputs["observation"][:] = X[:2]
+        assert rows.infer() == rows.version == version
+    with client.model("sum", rows=1).sessions(2) as sessions:
+        step = X[:2, :1].copy()
+        for n, reply in enumerate((sessions.infer_reply(step), asyncio.run(sessions.infer_reply_async(step))), 1):
+            np.testing.assert_array_equal(reply.outputs, n * step[:, 0])
+            assert reply.version == sessions.version
+        np.testing.assert_array_equal(sessions.infer(step), 3 * step[:, 0])
+
+
+def test_what_a_client_holds_says_what_it_is(client):
+    model = client.model("affine", rows=8)
+    assert repr(client) == f"<Server {client.address}>"
+    ticket = model.submit(X[:3])
+    ticket.result()
+    assert repr(ticket) == "<Ticket of 'affine', 3 rows, answered>"
+    cancelled = model.submit(X[:2])
+    cancelled.cancel()
+    assert repr(cancelled) in ("<Ticket of 'affine', 2 rows, cancelled>", "<Ticket of 'affine', 2 rows, answered>")
+    with model.rows(2) as rows:
+        assert repr(rows) == "<Rows of 'affine', 2 rows>"
+    assert repr(rows) == "<Rows of 'affine', 2 rows, released>"
+    with client.model("sum", rows=1).sessions(2) as sessions:
+        assert repr(sessions) == "<Sessions of 'sum', 2 sessions>"
+
+
+def test_a_masked_array_is_refused_on_every_way_in_and_never_sent_without_its_mask(client):
+    model = client.model("affine", rows=8)
+    rows, row = np.ma.masked_greater(X[:2], 3), np.ma.masked_greater(X[0], 1)
+    with client.model("sum", rows=1).sessions(2) as sessions, model.rows(2) as reserved:
+        ways = [
+            lambda: model(row),
+            lambda: model.call_reply(row),
+            lambda: model.infer(rows),
+            lambda: model.submit(rows),
+            lambda: asyncio.run(model.infer_async(rows)),
+            lambda: reserved.inputs.__setitem__("observation", rows),
+            lambda: sessions.infer(rows[:, :1]),
+        ]
+        for way in ways:
+            with pytest.raises(SpecMismatch, match=r"a masked array, and no mask is sent.*filled"):
+                way()

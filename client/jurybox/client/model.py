@@ -122,8 +122,7 @@ class Model(forks.Closing):
         except (Taken, StaleLease):
             pass
         # On a new lane too, as in infer, with the full time-out: the first attempt used almost none of it.
-        outputs = requests.asked(lambda: requests.lane.codec.one(row), timeout, 0).outputs
-        return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]
+        return _first_row(requests.asked(lambda: requests.lane.codec.one(row), timeout, 0).outputs)
 
     def _named(self, row: Any, inputs: dict[str, Any]) -> Any:
         """Return the row of a call by name: a dict, or of an only input its value, which the fast path takes."""
@@ -132,6 +131,21 @@ class Model(forks.Closing):
                 f"a call of {self.name!r} takes one row or inputs by name, came a row and {', '.join(sorted(inputs))}"
             )
         return next(iter(inputs.values())) if len(inputs) == 1 and inputs.keys() == self.spec.inputs.keys() else inputs
+
+    def call_reply(
+        self, row: Arrays | bytes | str | None = None, /, *, timeout: float | None = None, **inputs: Any
+    ) -> Reply:
+        """Compute one row like `__call__`, but return a `Reply` with the weights version.
+
+        Example:
+            reply = policy.call_reply(observation)
+            action, version = reply.outputs, reply.version
+        """
+        requests = self.requests
+        if inputs:
+            row = self._named(row, inputs)
+        reply = requests.asked(lambda: requests.lane.codec.one({} if row is None else row), timeout, 0)
+        return Reply(_first_row(reply.outputs), reply.version)
 
     def row_reply(self, row: Any, timeout: float) -> Reply:
         """Compute one row like `__call__`, but return a `Reply`. Its outputs may have a leading dimension of one row.
@@ -360,3 +374,8 @@ class Model(forks.Closing):
             Timeout: another thread's call did not end within the default time-out; the lane is still leased.
         """
         self.requests.end()
+
+
+def _first_row(outputs: Any) -> Any:
+    """Return the outputs of a request of one row, without the dimension of rows."""
+    return {name: value[0] for name, value in outputs.items()} if isinstance(outputs, dict) else outputs[0]

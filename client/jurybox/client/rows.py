@@ -51,6 +51,9 @@ class Rows(Closing):
     def __len__(self) -> int:
         return self.rows
 
+    def __repr__(self) -> str:
+        return f"<Rows of {self._lane.model!r}, {self.rows} rows{', released' if self._held.released else ''}>"
+
     @property
     def inputs(self) -> RowArrays:
         """Arrays of the inputs, (n, *row shape) by name."""
@@ -110,8 +113,8 @@ class Rows(Closing):
             hint = did_you_mean(plain(name), specs)
             raise SpecMismatch(f"rows of {self._lane.model!r} have {sorted(specs)} here, {name!r} came{hint}") from None
 
-    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
-        """Compute the outputs of the first `rows` rows; of all rows by default.
+    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> int:
+        """Compute the outputs of the first `rows` rows; of all rows by default. Return the weights version.
 
         Args:
             timeout: seconds. Defaults to the connection's.
@@ -126,9 +129,9 @@ class Rows(Closing):
         n = self.rows if rows is None else whole(rows, "rows", 1, self.rows)
         version = version_of(version)
         deadline = self._turns.deadline(timeout)
-        self._turns.run(lambda: self._infer(n, deadline, version), deadline)
+        return self._turns.run(lambda: self._infer(n, deadline, version), deadline)
 
-    def _infer(self, n: int, deadline: int, version: int) -> None:
+    def _infer(self, n: int, deadline: int, version: int) -> int:
         lane, first, batch = self._lane, self.first, self._max_batch
         self._check()
         if n <= batch:
@@ -147,9 +150,10 @@ class Rows(Closing):
                 errors |= {at - first + index: reason for index, reason in failed.items()}
             elif answer.code:
                 raise error_for(answer.code, answer.message)
-        self.version = min(answer.version for answer, _, _ in answers)
+        self.version = used = min(answer.version for answer, _, _ in answers)
         if errors:
-            raise row_failed(lane.model, errors, n, None, self.version)
+            raise row_failed(lane.model, errors, n, None, used)
+        return used
 
     def close(self) -> None:
         """Release the rows. Rows that an engine may still write to become free once it has answered."""

@@ -148,6 +148,9 @@ class Server(Closing):
             return super().__reduce__()
         return _connected, (self.address, dict(self._again))
 
+    def __repr__(self) -> str:
+        return f"<Server {self.address}>"  # never a token
+
     # ---- the server's services
 
     def model(

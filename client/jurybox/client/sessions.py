@@ -65,6 +65,9 @@ class Sessions(Closing):
     def __len__(self) -> int:
         return self._n
 
+    def __repr__(self) -> str:
+        return f"<Sessions of {self._requests.name!r}, {self._n} sessions>"
+
     def infer(
         self,
         inputs: Any,
@@ -96,18 +99,36 @@ class Sessions(Closing):
             Refused: the request is not allowed.
             ServerGone: the server ended, and was not restarted in time.
         """
+        return self._answered(inputs, session, reset, timeout, version)[0]
+
+    def infer_reply(
+        self,
+        inputs: Any,
+        session: Numbers | None = None,
+        reset: Mask | None = None,
+        *,
+        timeout: float | None = None,
+        version: int = 0,
+    ) -> Reply:
+        """Like `infer`, but return a `Reply` with the weights version, the oldest one used."""
+        return Reply(*self._answered(inputs, session, reset, timeout, version))
+
+    def _answered(
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
+    ) -> tuple[Any, int]:
+        """Return the outputs and the version."""
         advances = self._book.advances
         try:
-            return self._answered(inputs, session, reset, timeout, version_of(version))
+            return self._outputs(inputs, session, reset, timeout, version_of(version))
         except (Error, ValueError, TypeError):
             raise
         except BaseException:
             self._book.interrupted(session, advances)
             raise
 
-    def _answered(
+    def _outputs(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
-    ) -> Any:
+    ) -> tuple[Any, int]:
         requests = self._requests
         self._refuse_nested()
         if session is None and not version and self._pinned is None:
@@ -153,7 +174,7 @@ class Sessions(Closing):
             rows.steps = mine["step"]
         return rows
 
-    def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> Any:
+    def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> tuple[Any, int]:
         """Compute row i for session i. Sessions are lost only if the request is interrupted."""
         book = self._book
         if not (
@@ -173,10 +194,12 @@ class Sessions(Closing):
             book.fail_all()
             raise
         book.end_all()
-        self.version = rows.version
-        return outputs
+        self.version = used = rows.version
+        return outputs, used
 
-    def _infer(self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int) -> Any:
+    def _infer(
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
+    ) -> tuple[Any, int]:
         requests = self._requests
         given, ids, steps = self._prepared(inputs, session, reset)
         answers = _Answers(requests.name, self._book, ids)
@@ -197,6 +220,23 @@ class Sessions(Closing):
         version: int = 0,
     ) -> Any:
         """Like `infer`, as a coroutine."""
+        return (await self._answered_async(inputs, session, reset, timeout, version))[0]
+
+    async def infer_reply_async(
+        self,
+        inputs: Any,
+        session: Numbers | None = None,
+        reset: Mask | None = None,
+        *,
+        timeout: float | None = None,
+        version: int = 0,
+    ) -> Reply:
+        """Like `infer_reply`, as a coroutine."""
+        return Reply(*await self._answered_async(inputs, session, reset, timeout, version))
+
+    async def _answered_async(
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
+    ) -> tuple[Any, int]:
         requests, version = self._requests, version_of(version)
         deadline = requests.turns.deadline(timeout)
         ask = partial(self._infer_async, inputs, session, reset, deadline, version)
@@ -218,7 +258,7 @@ class Sessions(Closing):
 
     async def _infer_async(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
-    ) -> Any:
+    ) -> tuple[Any, int]:
         requests = self._requests
         given, ids, steps = await requests.turns.alone(lambda: self._prepared(inputs, session, reset), deadline)
         answers = _Answers(requests.name, self._book, ids)
@@ -366,13 +406,13 @@ class Sessions(Closing):
             parts += [(rows[at : at + most], each) for at in range(0, len(rows), most)]
         return parts
 
-    def _joined(self, answers: _Answers) -> Any:
-        """Pin the sessions and return the outputs of all rows. Raises RowFailed if rows failed."""
+    def _joined(self, answers: _Answers) -> tuple[Any, int]:
+        """Pin the sessions; return the outputs of all rows and the oldest version. Raises RowFailed if rows failed."""
         ids, replies = answers.ids, answers.replies
         if self._pinned is not None:
             for part, reply in replies:
                 self._pinned[ids[[row for row in part if row not in answers.errors]]] = reply.version
-        self.version = min(reply.version for _, reply in replies)
+        self.version = used = min(reply.version for _, reply in replies)
         if len(replies) == 1:
             outputs = replies[0][1].outputs
         else:
@@ -384,8 +424,8 @@ class Sessions(Closing):
                         rows[at] = row
             outputs = shaped(whole)
         if answers.errors:
-            raise row_failed(self._requests.name, answers.errors, len(ids), outputs, self.version)
-        return outputs
+            raise row_failed(self._requests.name, answers.errors, len(ids), outputs, used)
+        return outputs, used
 
     def _state(
         self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None

@@ -63,6 +63,19 @@ class Ticket:
         self._reply: Reply | None = None
         self._cancelled = False
 
+    def __repr__(self) -> str:
+        sent = self._sent
+        state = (
+            "cancelled"
+            if self._cancelled
+            else "failed"
+            if self._failure is not None
+            else "answered"
+            if self._reply is not None or (sent is not None and sent.answer is not None)
+            else "in flight"
+        )
+        return f"<Ticket of {self._lane.model!r}, {self.rows} rows, {state}>"
+
     def result(self, timeout: float | None = None) -> Reply:
         """Wait for the outputs. Later calls return the same reply.
 

@@ -150,9 +150,14 @@ def array_of(what: str, dtype: str, value: Any) -> NDArray[Any]:
         dtype: the dtype that is expected, for the error message.
 
     Raises:
-        SpecMismatch: NumPy cannot read it, for example a torch tensor that requires grad, or is bfloat16 where another
-            dtype is expected.
+        SpecMismatch: it is a masked array, or NumPy cannot read it, for example a torch tensor that requires grad, or
+            is bfloat16 where another dtype is expected.
     """
+    if hasattr(value, "mask") and isinstance(value, np.ndarray):
+        raise SpecMismatch(
+            f"{what}: expected an array of {dtype}, came a masked array, and no mask is sent: say what its masked "
+            "elements are: array.filled(value)"
+        )
     try:
         of_torch = hasattr(value, "detach") and str(value.dtype) == f"torch.{dtype}"
         if of_torch and (bits := tensor_bits(value)) is not None:

@@ -57,7 +57,7 @@ class PlainMessages:
     def request_of(self, row: NDArray[Any]) -> bytes:
         """Return the request for one row of a model's only input, C-contiguous and of the spec's dtype and shape."""
         (head,) = self._requests.get((1, 0)) or self._heads(1, 0)
-        return b"".join((head, row.reshape(-1).view(np.uint8)))  # bytes: NumPy exports no bfloat16
+        return b"".join((head, row.reshape(-1).view(np.uint8).data))  # NumPy exports no bfloat16
 
     def form_of(self, rows: int, answer: bytes) -> AnswerForm | None:
         """Return the form of an answer for n rows. None: it is unknown. Parse the answer, and tell `learn`."""
