@@ -57,9 +57,7 @@ def test_a_server_that_is_started_again_gets_the_weights_of_an_idle_learner(tmp_
             served_models({"policy": MODEL}, servers[0].address) as served,
             SharedResources.create(planned := plan_of(served)) as shared,
         ):
-            turn = make_turn(
-                RoleContext(planned, 1, shared, print), Rules(planned, shared.scoreboard, planned.pace.slack), None
-            )
+            turn = make_turn(RoleContext(planned, 1, shared, print), Rules(planned, shared.scoreboard), None)
             actor = LeasedModel(RoleContext(planned, 0, shared, print), "policy", 1)
 
             def learn():

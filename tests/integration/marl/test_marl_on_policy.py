@@ -79,7 +79,7 @@ def one_agent(fill=lambda shared, act: None, state=None):
         fill(shared, act)
         (number,) = planned.of_kind(Kind.LEARNER)
         context = RoleContext(planned, number, shared, messages.append)
-        turn = make_turn(context, Rules(planned, shared.scoreboard, None), state)
+        turn = make_turn(context, Rules(planned, shared.scoreboard), state)
         yield turn, act
         turn.close()
 
@@ -134,7 +134,7 @@ def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(cont
     turn.close()
     restarted = make_turn(
         RoleContext(context.plan, context.number, context.shared, lambda message: None, life=2),
-        Rules(context.plan, context.scoreboard, None),
+        Rules(context.plan, context.scoreboard),
         None,
     )
     try:
@@ -187,7 +187,7 @@ def test_a_restarted_learner_takes_the_transitions_since_its_checkpoint(contexts
     context = turn.context
     turn.close()
     again = RoleContext(context.plan, context.number, context.shared, lambda message: None, life=2)
-    restarted = make_turn(again, Rules(context.plan, context.scoreboard, None), state)
+    restarted = make_turn(again, Rules(context.plan, context.scoreboard), state)
     try:
         restarted.take()
         assert restarted.role.updates == 1 and restarted.role.stale == 0
@@ -219,7 +219,6 @@ def test_a_setting_of_an_agents_ppo_leaves_its_other_ones_as_the_trainings():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (['own = {agent_0 = {algorithm = "dqn"}}'], "pace of its own"),
         (["own = {agent_0 = {steps = 3}}"], "steps is not an agent's"),
         (["own = {agent_0 = {batch_size = 0}}"], "batch_size"),
     ],

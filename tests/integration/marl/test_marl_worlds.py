@@ -154,7 +154,6 @@ def test_the_error_of_an_invalid_world_is_one_sentence(environment, world, messa
         (['algorithm = "ppo"', "n_steps = 3"], "n_steps is set and would have no effect: ppo"),
         (['algorithm = "ppo"', "exploration_fraction = 0.5"], "exploration_fraction is set"),
         (['algorithm = "ppo"', "target_update_interval = 5"], "target_update_interval is set"),
-        (['algorithm = "ppo"', "learner_gpus = 1"], "learner_gpus is set.*CPU"),
         (['algorithm = "ppo"', "train_freq = 8"], "train_freq is set.*n_steps"),
         (['algorithm = "ppo"', "publish_interval = 10"], "publish_interval is set"),
         (['algorithm = "ppo"', "own = {agent_0 = {n_steps = 2}}"], "n_steps is set"),

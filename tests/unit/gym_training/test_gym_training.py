@@ -234,7 +234,7 @@ def ppo_run():
 
             def learner(state=None, life=1):
                 context = RoleContext(planned, number, shared, lambda message: None, life=life)
-                turn = make_turn(context, Rules(planned, shared.scoreboard, 0), state)
+                turn = make_turn(context, Rules(planned, shared.scoreboard, serial=True), state)
                 resources.callback(turn.close)
                 return turn
 
@@ -323,8 +323,8 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     made = OffPolicyLearner.__new__(OffPolicyLearner)
     s = settings("dqn", device="cuda:1")
-    planned = SimpleNamespace(pace=s.pace, budget=SimpleNamespace(steps=s.steps))
-    made.context = SimpleNamespace(own_steps=0, metrics=lambda **_: None, plan=planned)
+    planned = SimpleNamespace(pace_of=lambda number: s.pace, budget=SimpleNamespace(steps=s.steps))
+    made.context = SimpleNamespace(own_steps=0, number=0, metrics=lambda **_: None, plan=planned)
     made.seed = made.updates = 0
     made._normaliser, made._batch = None, SimpleNamespace(n=4, weights=None)
     made._augment = None

@@ -16,7 +16,7 @@ def scene():
     """The learner's turn of a run of 100 steps, as in processes, and a function that makes steps of its actor."""
     planned = plan(steps=100, evaluate=50)
     with SharedResources.create(planned) as shared:
-        rules = Rules(planned, shared.scoreboard, planned.pace.slack)
+        rules = Rules(planned, shared.scoreboard)
         stream = shared.replay("rows").stream()
 
         def act(count):

@@ -74,7 +74,8 @@ class EnvActor(Actor):
     ) -> None:
         super().__init__(context)
         self._random = np.random.default_rng(context.seed)
-        self._random_until = context.plan.pace.warmup  # env steps
+        # Env steps until which an agent acts at random.
+        self._random_until = {agent: context.plan.pace_of_policy(name).warmup for agent, name in policies.items()}
         self._exploration: Exploration | None = None
         if exploration is not None:
             given = dict(exploration)
@@ -148,7 +149,7 @@ class EnvActor(Actor):
             pass
         elif self._exploration is not None:
             chosen = self._exploration.explore(algorithm.greedy(asked.newest()), split.numbers)
-        elif progress.env_steps < self._random_until:
+        elif progress.env_steps < self._random_until[waiting.agent]:
             mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
             chosen = algorithm.spec.action.sample(self._random, split.adapter.n, mask)
         else:

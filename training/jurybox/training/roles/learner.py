@@ -114,7 +114,7 @@ class AlgorithmLearner(Learner):
     def progress(self) -> Progress:
         """How far the training is: the env steps at which this update is due."""
         plan = self.context.plan
-        return Progress(plan.pace.env_steps(self.updates, 0), plan.budget.steps)
+        return Progress(plan.pace_of(self.context.number).env_steps(self.updates, 0), plan.budget.steps)
 
     def learn(self, batch: Any) -> Update:
         """Make one update. Its metrics are returned with what the schedules gave."""

@@ -60,7 +60,7 @@ class Orchestrator:
         self._launcher = launcher
         self.latest = resumed
         self._checkpoints = checkpoints
-        self._rules = Rules(plan, self._scoreboard, plan.pace.slack)
+        self._rules = Rules(plan, self._scoreboard)
         self._children = [
             RoleChild(plan, number, self._scoreboard, logs / f"{role.name}.log", launcher, checkpoints.folder)
             for number, role in enumerate(plan.roles)

@@ -43,6 +43,7 @@ class RoleSpec:
         samples: replays that it samples from.
         publishes: the weights channel that it publishes on.
         publish_every: learner steps between two publications; 0 publishes once, at the start.
+        pace: of a learner; None: the plan's.
         evaluate_every: environment steps (of all actors together) between two evaluations.
         threads: that numerical libraries may use in its process.
         restarts: whether it is started again when it dies; if not, the run ends with its death.
@@ -61,6 +62,7 @@ class RoleSpec:
     samples: tuple[str, ...] = ()
     publishes: str | None = None
     publish_every: int = 1
+    pace: Pace | None = None
     evaluate_every: int = 0
     threads: int = 1
     restarts: bool = True
@@ -116,7 +118,7 @@ class PolicyServer:
 class Pace:
     """The ratio of learner steps to environment steps over the whole run.
 
-    Each learner makes `learn` steps for every `collect` steps of all actors together, counted from the first step on as
+    A learner makes `learn` steps for every `collect` steps of all actors together, counted from the first step on as
     in Stable-Baselines3; rounds that end within the first `warmup` environment steps have none. Serially this is the
     schedule. In parallel a learner waits for steps that are not there yet, and actors wait when they are `slack` steps
     further than the slowest learner has used up.
@@ -204,6 +206,7 @@ class Plan:
     """The plan of a run.
 
     Attributes:
+        pace: of learners that have none of their own.
         seed: base seed; each role derives its own from it.
         sync_every: actor steps between two checks for newer weights.
         max_lag: publications that an actor may be behind; one that is further looks at once, and it is counted. None:
@@ -274,6 +277,14 @@ class Plan:
     def of_kind(self, kind: Kind) -> list[int]:
         """The numbers of the roles of this kind."""
         return [number for number, role in enumerate(self.roles) if role.kind is kind]
+
+    def pace_of(self, number: int) -> Pace:
+        """The pace of a role."""
+        return self.roles[number].pace or self.pace
+
+    def pace_of_policy(self, channel: str) -> Pace:
+        """The pace of the learner that publishes on a channel."""
+        return next((each.pace for each in self.roles if each.publishes == channel and each.pace), self.pace)
 
 
 def load(make: str) -> Callable[..., Any]:

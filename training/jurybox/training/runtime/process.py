@@ -102,7 +102,7 @@ def _serve(control_pipe: ControlPipe, reports: Reports, message: dict[str, Any])
         context.words[Word.WAITS_FOR] = Subject.NOTHING
         _log.info("%s begins its life %d with %d steps behind it", context.name, context.life, context.own_steps)
         state = read_state(Path(message["state"])) if message["state"] else None
-        turn = make_turn(context, Rules(plan, shared.scoreboard, plan.pace.slack), state)
+        turn = make_turn(context, Rules(plan, shared.scoreboard), state)
         try:
             os.nice(context.spec.nice)  # not before: all other roles wait for the start
             context.begin()

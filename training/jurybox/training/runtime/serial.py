@@ -45,7 +45,7 @@ class Serial:
     ) -> None:
         self._plan, self._shared, self._metrics, self._notify = plan, shared, metrics, notify
         self._checkpoints = checkpoints
-        self._rules = Rules(plan, shared.scoreboard, slack=0)
+        self._rules = Rules(plan, shared.scoreboard, serial=True)
         self._saved = progress_of(resumed)  # of the newest checkpoint
         self._tried_at = shared.scoreboard.env_steps  # to make one
         self._turns: list[Turn] = []

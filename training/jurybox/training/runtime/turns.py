@@ -24,13 +24,15 @@ class Rules:
     """The conditions of turns, from the shared counters alone.
 
     Args:
-        slack: environment steps that actors may be ahead; None: any number. Serial runs have 0.
+        serial: whether the run is serial: then actors are never ahead of a learner.
     """
 
-    def __init__(self, plan: Plan, scoreboard: RunScoreboard, slack: int | None) -> None:
-        self._pace, self._budget, self._scoreboard, self._slack = plan.pace, plan.budget, scoreboard, slack
-        self._free = plan.pace.free and slack is None
-        self._learners = plan.of_kind(Kind.LEARNER)
+    def __init__(self, plan: Plan, scoreboard: RunScoreboard, *, serial: bool = False) -> None:
+        self._budget, self._scoreboard = plan.budget, scoreboard
+        self._paces = {number: plan.pace_of(number) for number in plan.of_kind(Kind.LEARNER)}
+        self._free = {number for number, pace in self._paces.items() if pace.free and not serial}
+        slacks = {number: 0 if serial else pace.slack for number, pace in self._paces.items()}
+        self._awaited = {number: slack for number, slack in slacks.items() if slack is not None}
         self._orders = scoreboard.orders[0]
 
     def collected(self) -> bool:
@@ -43,31 +45,32 @@ class Rules:
             orders[ControlWord.CLOSING] = 2 if learners else 1
 
     def over(self) -> bool:
-        """Whether all steps have been collected, and all learners have used them (or ended theirs: the time is up)."""
+        """Whether all steps have been collected, and the learners that actors wait for have used them (or ended)."""
         if not self.collected():
             return False
         steps = self._scoreboard.env_steps  # of which one that was under way may just now be the last
-        return self._slack is None or all(
-            self._scoreboard.words[number][Word.DONE] > steps for number in self._learners
-        )
+        return all(self._scoreboard.words[number][Word.DONE] > steps for number in self._awaited)
 
     def may_collect(self) -> bool:
         """Whether another environment step is allowed by the learners' progress."""
-        if self._slack is None or not self._learners:
-            return True
-        words = [self._scoreboard.words[number] for number in self._learners]
-        # Actors do not wait for a learner that waits for their rows.
-        made = [each[Word.LEARNER_STEPS] for each in words if not each[Word.UNREADY]]
-        return not made or self._scoreboard.env_steps < self._pace.env_steps(min(made), self._slack)
+        for number, slack in self._awaited.items():
+            words = self._scoreboard.words[number]
+            # Actors do not wait for a learner that waits for their rows.
+            if words[Word.UNREADY]:
+                continue
+            if self._scoreboard.env_steps >= self._paces[number].env_steps(words[Word.LEARNER_STEPS], slack):
+                return False
+        return True
 
     def may_learn(self, number: int) -> bool:
         """Whether there are unused environment steps for learner `number`, and time to use them."""
         if self._orders[ControlWord.CLOSING] > 1:
             return False
-        if self._free:
-            return self._pace.warmup <= self._scoreboard.env_steps < self._budget.steps
+        pace = self._paces[number]
+        if number in self._free:
+            return pace.warmup <= self._scoreboard.env_steps < self._budget.steps
         env_steps = min(self._scoreboard.env_steps, self._budget.steps)
-        return self._scoreboard.words[number][Word.LEARNER_STEPS] < self._pace.learner_steps(env_steps)
+        return self._scoreboard.words[number][Word.LEARNER_STEPS] < pace.learner_steps(env_steps)
 
 
 class WeightsSync:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -64,6 +64,8 @@ OWN = frozenset(
         "publish_mode",
         "buffer_size",
         "batch_size",
+        "train_freq",
+        "learning_starts",
         "learning_rate",
         "gamma",
         "n_steps",
@@ -173,11 +175,16 @@ class MarlTraining(ServedSettings):
         return self.learning_rate or (0.001 if self.algorithm == ON_POLICY else 0.00025)
 
     @property
-    def slack(self) -> int | None:
-        """Turns by which the actor may be ahead; None: any number."""
+    def pace(self) -> Pace:
+        """The pace of a learner with these settings."""
+        on_policy = self.algorithm == ON_POLICY
         if self.max_ahead == "auto":
-            return self.ppo.n_steps if self.algorithm == ON_POLICY else None
-        return None if self.max_ahead == "none" else self.max_ahead
+            slack = self.ppo.n_steps if on_policy else None
+        else:
+            slack = None if self.max_ahead == "none" else self.max_ahead
+        if on_policy:
+            return Pace(self.ppo.n_steps, 1, 0, slack)
+        return Pace(self.train_freq, 1, self.learning_starts, slack)
 
     @property
     def evaluates_every(self) -> int:
@@ -201,8 +208,7 @@ class MarlTraining(ServedSettings):
         for agent, changes in self.own.items():
             if unknown := changes.keys() - OWN:
                 raise ValueError(f"own.{agent}: {min(unknown)} is not an agent's; expected some of {sorted(OWN)}")
-            if (self.of([agent]).algorithm == ON_POLICY) != (self.algorithm == ON_POLICY):
-                raise ValueError(f"own.{agent}: {ON_POLICY} has a pace of its own: all learners have it or none")
+            self.of([agent])
         return self
 
     def of(self, agents: Sequence[str]) -> MarlTraining:
@@ -216,13 +222,21 @@ class MarlTraining(ServedSettings):
             values["ppo"] = self.ppo.model_dump(exclude_unset=True)
         return MarlTraining(**merged(values, changes)) if changes else self
 
-    def refuse_unused(self) -> None:
-        """Refuse settings that have no effect on this learner.
+    def refuse_unused(self, learners: Iterable[Sequence[str]]) -> None:
+        """Refuse settings that have no effect on any learner, and those of an agent that have none on its own.
+
+        Args:
+            learners: the agents of each.
 
         Raises:
             ConfigError: such a setting was set; the message has its name and the reason.
         """
-        refuse_unused(self.model_fields_set, self._unused())
+        nowhere: dict[str, str] | None = None
+        for agents in learners:
+            unused = self.of(agents)._unused()
+            refuse_unused({name for agent in agents for name in self.own.get(agent, ())}, unused)
+            nowhere = unused if nowhere is None else {name: unused[name] for name in nowhere.keys() & unused.keys()}
+        refuse_unused(self.model_fields_set, nowhere or {})
 
     def _unused(self) -> dict[str, str]:
         if self.algorithm == ON_POLICY:
@@ -233,13 +247,12 @@ class MarlTraining(ServedSettings):
             unused |= dict.fromkeys(
                 ("train_freq", "learning_starts"), f"the pace of {ON_POLICY} is ppo.n_steps, from the first turn on"
             )
-            unused |= dict.fromkeys(("learner_gpus", "device_per_agent"), f"{ON_POLICY} computes on the CPU")
             if self.publish_interval > 1:
                 unused["publish_interval"] = f"{ON_POLICY} publishes after every update (or never, with 0)"
         else:
             unused = {"ppo": f"the algorithm is {self.algorithm}"}
-            if self.learner_gpus:
-                unused["device_per_agent"] = "a learner with GPUs of its own (learner_gpus) takes the first of them"
+        if self.learner_gpus:
+            unused["device_per_agent"] = "a learner with GPUs of its own (learner_gpus) takes the first of them"
         if self.environment != TREASURE:
             unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `world`"
         unused |= self.unused()
@@ -262,8 +275,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             `own` names unknown agents, or a setting is set that would have no effect.
     """
     groups, of_group, views = _views(settings)
-    for own in of_group.values():
-        own.refuse_unused()
+    settings.refuse_unused([name.split("+") for name in of_group])
     algorithms = {name: _acting(own, views[name].spec) for name, own in of_group.items()}
     made = {}
     for name, arguments in algorithms.items():
@@ -271,7 +283,6 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             made[name] = make(**arguments)
         except AlgorithmUnusable as error:
             raise ConfigError(f"{arguments['algorithm']} cannot act for {name}: {error}") from error
-    on_policy = settings.algorithm == ON_POLICY
     names = tuple(of_group)
     # Agents' names may contain characters that are not allowed in models' names.
     models = {group: f"policy/marl-{number}" for number, group in enumerate(names)}
@@ -329,7 +340,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                 name,
                 own.buffer_size,
                 fields(made[name], views[name].seen),
-                episodes=None if on_policy else Episodes(),
+                episodes=None if made[name].on_policy else Episodes(),
             )
             for name, own in of_group.items()
         ),
@@ -337,9 +348,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             ChannelSpec(name, WeightsLayout.of(raw_network(each).state_dict()), of_group[name].publish_mode)
             for name, each in made.items()
         ),
-        pace=Pace(settings.ppo.n_steps, 1, 0, settings.slack)
-        if on_policy
-        else Pace(settings.train_freq, 1, settings.learning_starts, settings.slack),
+        pace=settings.pace,
         budget=Budget(settings.steps, settings.seconds),
         # The low `settled` lets a role that is killed every few seconds be restarted any number of times.
         timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
@@ -461,12 +470,13 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
         make, publish_every = f"{_ROLES}.learner:OffPolicyLearner", settings.publish_interval
         # The newest rows of each agent in each world have no successor yet.
         unsampled = members * (settings.n_steps + 1)
-        more = {"first": max(settings.learning_starts, unsampled + 1), "device": device}
+        more = {"first": max(settings.learning_starts, unsampled + 1)}
     made = {
         "replay": group,
         "algorithm": {"algorithm": algorithm, "settings": own, "spec": spec},
         "envs": 1,  # a turn is a step of one world
         "suffix": f"_{group}",
+        "device": device,
         **more,
     }
     return RoleSpec(
@@ -477,6 +487,7 @@ def _learner(settings: MarlTraining, number: int, group: str, spec: Mapping[str,
         samples=(group,),
         publishes=group,
         publish_every=publish_every,
+        pace=settings.pace,
         nice=settings.learner_nice,
         gpus=settings.learner_gpus,
     )

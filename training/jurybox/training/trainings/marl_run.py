@@ -12,7 +12,7 @@ from typing import Unpack
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.report import page
 from jurybox.training.report.page import Part, Section, Table
-from jurybox.training.runtime.plan import Kind, Outcome, Plan
+from jurybox.training.runtime.plan import Kind, Outcome, Plan, RoleSpec
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.serving import served_models
 from jurybox.training.trainings.launchers import check_gpus
@@ -53,12 +53,14 @@ def train(
 
 
 def _columns(planned: Plan) -> tuple[str, ...]:
-    agents = [replay.name for replay in planned.replays]
-    names = sorted({agent for group in agents for agent in group.split("+")})
+    learners = [planned.roles[number] for number in planned.of_kind(Kind.LEARNER)]
+    names = sorted({agent for learner in learners for agent in str(learner.publishes).split("+")})
+    told = {str(learner.publishes): _learner_columns(learner) for learner in learners}
+    whats = dict.fromkeys(what for columns in told.values() for what in columns)
     return (
         *COLUMNS,
-        *(("epsilon",) if "stale" not in _learner_columns(planned) else ()),
-        *(f"{what}_{group}" for what in _learner_columns(planned) for group in agents),
+        *(("epsilon",) if "loss" in whats else ()),
+        *(f"{what}_{group}" for what in whats for group, columns in told.items() if what in columns),
         *(f"return_{name}" for name in names),
         "eval_return",
         *(f"eval_return_{name}" for name in names),
@@ -66,10 +68,9 @@ def _columns(planned: Plan) -> tuple[str, ...]:
     )
 
 
-def _learner_columns(planned: Plan) -> tuple[str, ...]:
-    """Return the names of each learner's metrics."""
-    on_policy = any("rollout" in role.settings for role in planned.roles)
-    return (*PPO.metrics, "stale", "missed", "skipped") if on_policy else ("loss",)
+def _learner_columns(learner: RoleSpec) -> tuple[str, ...]:
+    """Return the names of a learner's metrics."""
+    return (*PPO.metrics, "stale", "missed", "skipped") if "rollout" in learner.settings else ("loss",)
 
 
 def report(
