@@ -57,7 +57,7 @@ def settings(agents: int, **changes: Any) -> MarlTraining:
         "agents": agents,
         "steps": _NEVER,
         "exploration_initial_eps": 0.05,
-        "world": world,
+        "env_args": world,
     }
     return MarlTraining(**(values | changes))
 

@@ -71,15 +71,15 @@ def ours(name: str, seed: int, turns: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         run, exported = f"{folder}/run", f"{folder}/policy.pt2"
         told = {
-            "environment": f"{WORLDS[name]}:parallel_env",
-            "world": {"max_cycles": _CYCLES},
+            "env": f"{WORLDS[name]}:parallel_env",
+            "env_args": {"max_cycles": _CYCLES},
             "share": world(name).possible_agents,
             "ppo": PPO,
             "batch_size": BATCH,
             "learning_rate": RATE,
             "gamma": GAMMA,
             "hidden": HIDDEN,
-            "frames": 1,
+            "n_stack": 1,
             "max_ahead": 0,
             "evaluate_every": 0,
             "evaluation_episodes": 1,

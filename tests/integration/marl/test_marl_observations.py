@@ -82,13 +82,13 @@ class Various(ParallelEnv):
 
 
 VARIOUS = f"{__name__}:Various"
-SMALL = {"environment": VARIOUS, "hidden": (16,), "evaluation_episodes": 1, "batch_size": 32, "checkpoint_every": 0}
+SMALL = {"env": VARIOUS, "hidden": (16,), "evaluation_episodes": 1, "batch_size": 32, "checkpoint_every": 0}
 
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     out = tmp_path_factory.mktemp("various")
-    small = {**SMALL, "ppo": {"n_steps": 64}, "learning_rate": 0.01, "frames": 1}
+    small = {**SMALL, "ppo": {"n_steps": 64}, "learning_rate": 0.01, "n_stack": 1}
     train(MarlTraining(**small, steps=1920, log_dir=out), serial=True)
     return out
 
@@ -116,7 +116,7 @@ def test_actions_that_are_numbers_are_learned_and_played_in_their_unit(learned):
 
 
 def test_agents_of_a_replay_get_masks_and_parts_too(tmp_path):
-    small = {**SMALL, "world": {"agents": ["parts", "masked"], "forbids": 2}, "frames": 2, "log_dir": tmp_path}
+    small = {**SMALL, "env_args": {"agents": ["parts", "masked"], "forbids": 2}, "n_stack": 2, "log_dir": tmp_path}
     outcome = train(MarlTraining(**small, algorithm="dqn", steps=200, learning_starts=50), serial=True)
     assert outcome.learner_steps > 0
     inputs = Policy(choose(tmp_path, name="parts")).inputs

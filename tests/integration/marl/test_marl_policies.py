@@ -28,8 +28,8 @@ class Nothing:
 def folder(tmp_path_factory):
     """Four agents, two of which share a policy; action 2 is rewarded, and the numbers of actions start at 5."""
     settings = MarlTraining(
-        environment="tests.integration.marl.worlds:Kinds",
-        world={"kinds": KINDS, "first": 5},
+        env="tests.integration.marl.worlds:Kinds",
+        env_args={"kinds": KINDS, "first": 5},
         share=(("b", "c"),),
         steps=960,
         hidden=(16,),

@@ -26,7 +26,7 @@ SMALL = {
     "learning_starts": 20,
     "batch_size": 8,
     "hidden": (16, 16),
-    "world": {"turns": 15, "height": 9, "width": 9, "gems": (4, 2, 1)},
+    "env_args": {"turns": 15, "height": 9, "width": 9, "gems": (4, 2, 1)},
     "evaluation_episodes": 1,
     "exploration_initial_eps": 0.3,
     "exploration_final_eps": 0.3,
@@ -122,7 +122,7 @@ def test_each_world_has_a_worker():
 
 def test_options_override_settings_of_the_file(tmp_path):
     config = tmp_path / "marl.toml"
-    config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[world]\nturns = 7\n')
+    config.write_text('publish_mode = "snapshot"\nbatch_size = 32\n[env_args]\nturns = 7\n')
     settings = MarlTraining.read(
         config, changes_of(["batch_size = 16", "exploration_fraction = 0.5"], {"agents": 3, "seed": None})
     )
@@ -136,7 +136,14 @@ def test_options_override_settings_of_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [(["batch = 3"], "batch"), (["batch_size = 0"], "batch_size"), (["batch_size"], "NAME=VALUE")],
+    [
+        (["batch = 3"], "batch"),
+        (["batch_size = 0"], "batch_size"),
+        (["batch_size"], "NAME=VALUE"),
+        (["environment = 'a:b'"], "environment is called env here"),
+        (["world = {turns = 3}"], "world is called env_args here"),
+        (["frames = 2"], "frames is called n_stack here"),
+    ],
 )
 def test_a_wrong_setting_is_named(changes, message):
     with pytest.raises(ConfigError, match=message):

@@ -53,7 +53,7 @@ def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorith
     base = PPO if algorithm == "ppo" else {**DQN, "algorithm": algorithm}
     kinds = {f"sees_{kind}": kind for kind in SPACES}
     outcome = train(
-        MarlTraining(**base, environment=KINDS, world={"kinds": kinds, "first": 4}, log_dir=tmp_path), serial=True
+        MarlTraining(**base, env=KINDS, env_args={"kinds": kinds, "first": 4}, log_dir=tmp_path), serial=True
     )
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
     assert np.isfinite(outcome.evaluation["eval_return"])
@@ -74,9 +74,7 @@ def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorith
 @pytest.mark.runs
 @pytest.mark.parametrize("base", [pytest.param(DQN, marks=pytest.mark.slow), PPO], ids=["dqn", "ppo"])
 def test_float_observations_are_unchanged_between_processes(tmp_path, base):
-    settings = MarlTraining(
-        **base, environment=KINDS, world={"kinds": {"a": "float32", "b": "float32"}}, publish_interval=0
-    )
+    settings = MarlTraining(**base, env=KINDS, env_args={"kinds": {"a": "float32", "b": "float32"}}, publish_interval=0)
     run(plan(settings), tmp_path / "serial", Nothing(), serial=True)
     run(plan(settings), tmp_path / "parallel", Nothing())
     one, two = (observations_of(tmp_path / name, "a") for name in ("serial", "parallel"))
@@ -86,8 +84,8 @@ def test_float_observations_are_unchanged_between_processes(tmp_path, base):
 def test_rewarded_actions_are_learned_from_floats(tmp_path):
     settings = MarlTraining(
         algorithm="dqn",
-        environment=KINDS,
-        world={"kinds": {"a": "float32"}},
+        env=KINDS,
+        env_args={"kinds": {"a": "float32"}},
         steps=1000,
         learning_starts=100,
         train_freq=1,
@@ -105,9 +103,9 @@ def test_rewarded_actions_are_learned_from_floats(tmp_path):
 
 def test_agents_that_share_need_the_same_spaces(tmp_path):
     world = {"kinds": {"a": "float32", "b": "uint8"}}
-    assert plan(MarlTraining(**DQN, environment=KINDS, world=world))
+    assert plan(MarlTraining(**DQN, env=KINDS, env_args=world))
     with pytest.raises(ConfigError, match="see or do different things"):
-        plan(MarlTraining(**DQN, environment=KINDS, world=world, share=["a", "b"]))
+        plan(MarlTraining(**DQN, env=KINDS, env_args=world, share=["a", "b"]))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_rows_are_copies_of_arrays_that_an_environment_may_reuse():
 )
 def test_the_error_of_an_invalid_world_is_one_sentence(environment, world, message):
     with pytest.raises(ValueError, match=message):
-        plan(MarlTraining(environment=environment, world=world))
+        plan(MarlTraining(env=environment, env_args=world))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,7 @@ def test_the_error_of_an_invalid_world_is_one_sentence(environment, world, messa
         (['algorithm = "ppo"', "publish_interval = 10"], "publish_interval is set"),
         (['algorithm = "ppo"', "own = {agent_0 = {n_steps = 2}}"], "n_steps is set"),
         (['algorithm = "dqn"', "ppo = {n_steps = 5}"], "ppo is set.*dqn"),
-        ([f'environment = "{KINDS}"', "agents = 3", 'world = {kinds = {a = "bool"}}'], "agents is set"),
+        ([f'env = "{KINDS}"', "agents = 3", 'env_args = {kinds = {a = "bool"}}'], "agents is set"),
     ],
 )
 def test_settings_without_effect_are_refused(changes, message):
@@ -178,7 +176,7 @@ def test_only_ray_reserves_gpus(tmp_path):
 )
 def test_a_killed_actor_is_restarted_and_the_run_goes_on(tmp_path, base, kills):
     steps = 600 * kills + 100  # it must not end before `watch` has been called often enough
-    settings = MarlTraining(**{**base, "steps": steps}, max_ahead=40, world={"turns": 15, "height": 9, "width": 9})
+    settings = MarlTraining(**{**base, "steps": steps}, max_ahead=40, env_args={"turns": 15, "height": 9, "width": 9})
     killed = []
 
     def watch(shared):
@@ -207,7 +205,7 @@ def test_a_killed_actor_is_restarted_and_the_run_goes_on(tmp_path, base, kills):
 def test_environments_of_other_packages(tmp_path, environment, world, share, base):
     pytest.importorskip("pygame", reason="PettingZoo's own environments need pygame: pip install pygame mpe2")
     pytest.importorskip(environment.partition(":")[0])
-    settings = MarlTraining(**base, environment=environment, world=world, share=share, log_dir=tmp_path)
+    settings = MarlTraining(**base, env=environment, env_args=world, share=share, log_dir=tmp_path)
     outcome = train(settings, serial=True)
     assert outcome.end is End.STEPS and outcome.learner_steps > 0
 
@@ -226,7 +224,7 @@ def test_an_agent_that_returns_starts_fresh(tmp_path, monkeypatch, base, says):
 
     monkeypatch.setattr(World, "waiting", recorded)
     settings = MarlTraining(
-        **base, environment=f"{Kinds.__module__}:Guests", world={"says": says}, log_dir=tmp_path, frames=2
+        **base, env=f"{Kinds.__module__}:Guests", env_args={"says": says}, log_dir=tmp_path, n_stack=2
     )
     outcome = train(settings, serial=True)
     assert outcome.end is End.STEPS and outcome.learner_steps > 0

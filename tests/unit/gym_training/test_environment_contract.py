@@ -136,6 +136,6 @@ class Named(pettingzoo.ParallelEnv):
 
 @pytest.mark.parametrize("name", ["seven", "", "a/b", "a+b", "a*", "long" * 20])
 def test_an_agents_name_that_can_name_no_file_is_refused_before_the_start(name) -> None:
-    settings = MarlTraining(environment=f"{__name__}:Named", world={"names": ["agent_0", name]})
+    settings = MarlTraining(env=f"{__name__}:Named", env_args={"names": ["agent_0", name]})
     with pytest.raises(ConfigError, match="calls an agent a (str|int), .*: expected text of 1 to 60 characters"):
         marl_plan(settings)

@@ -177,7 +177,7 @@ def test_a_process_has_one_world() -> None:
 def test_a_row_has_the_reward_of_its_own_action(tmp_path, algorithm) -> None:
     own = {"learning_starts": 10} if algorithm == "dqn" else {"ppo": {"n_steps": 10, "n_epochs": 1}}
     settings = MarlTraining(
-        algorithm=algorithm, environment=f"{__name__}:Replies", steps=40, batch_size=8, hidden=(8,), log_dir=tmp_path,
+        algorithm=algorithm, env=f"{__name__}:Replies", steps=40, batch_size=8, hidden=(8,), log_dir=tmp_path,
         evaluation_episodes=1, **own,
     )  # fmt: skip
     outcome = train(settings, serial=True)
@@ -217,7 +217,7 @@ class Vanishing(Replies):
 def test_no_row_joins_two_episodes_where_agents_leave_without_a_word(tmp_path, algorithm) -> None:
     own = {"learning_starts": 10} if algorithm == "dqn" else {"ppo": {"n_steps": 10, "n_epochs": 1}}
     settings = MarlTraining(
-        algorithm=algorithm, environment=f"{__name__}:Vanishing", steps=40, batch_size=8, hidden=(8,), frames=1,
+        algorithm=algorithm, env=f"{__name__}:Vanishing", steps=40, batch_size=8, hidden=(8,), n_stack=1,
         log_dir=tmp_path, evaluation_episodes=1, gamma=0.5, **own,
     )  # fmt: skip
     Vanishing.episode = 0

@@ -40,7 +40,7 @@ MARL = [
     "--set",
     "hidden = [8]",
 ]
-MARL += ["--set", "evaluation_episodes = 1", "--set", "world = {turns = 15, height = 9, width = 9}"]
+MARL += ["--set", "evaluation_episodes = 1", "--set", "env_args = {turns = 15, height = 9, width = 9}"]
 MARL += ["--set", "log_every = 20", "--set", "max_ahead = 40", "--set", "checkpoint_every = 0"]
 
 

@@ -146,15 +146,15 @@ def test_settings_that_go_together_are_taken():
     )
     assert settings.league.weighting == "hard" and settings.league.hardness == 3.0, "one does not undo the other"
     many = MarlTraining.read(
-        None, changes_of(["world.turns = 5", "world.height = 9", "ppo.n_epochs = 2", "ppo.clip_range = 0.1"], {})
+        None, changes_of(["env_args.turns = 5", "env_args.height = 9", "ppo.n_epochs = 2", "ppo.clip_range = 0.1"], {})
     )
-    assert many.world == {"turns": 5, "height": 9} and (many.ppo.n_epochs, many.ppo.clip_range) == (2, 0.1)
+    assert many.env_args == {"turns": 5, "height": 9} and (many.ppo.n_epochs, many.ppo.clip_range) == (2, 0.1)
     assert WorkflowTraining(quirk=True).quirk
 
 
 def test_a_value_that_is_no_toml_is_text():
-    given = changes_of(["device=cuda", "steps = 1_000", "world.'a=b' = red car", 'hidden="x"'], {})
-    assert given == {"device": "cuda", "steps": 1000, "world": {"a=b": "red car"}, "hidden": "x"}
+    given = changes_of(["device=cuda", "steps = 1_000", "env_args.'a=b' = red car", 'hidden="x"'], {})
+    assert given == {"device": "cuda", "steps": 1000, "env_args": {"a=b": "red car"}, "hidden": "x"}
     for wrong in ("steps", "=3", "a b=3"):
         with pytest.raises(ConfigError, match="expected NAME=VALUE"):
             changes_of([wrong], {})

@@ -119,9 +119,7 @@ def test_a_world_of_several_agents(tmp_path, algorithm, part, told, value) -> No
     small |= {"batch_size": 8, "learning_starts": 20} if algorithm == "dqn" else {"ppo": {"n_steps": 20}}
     world = (f"{__name__}:WrongWorld", {"part": part, "value": str(value), "dtype": dtype})
     with pytest.raises(ValueError, match=f"{told} .*not finite as float32"):
-        serially(
-            marl.plan(marl.MarlTraining(**small, algorithm=algorithm, environment=world[0], world=world[1])), tmp_path
-        )
+        serially(marl.plan(marl.MarlTraining(**small, algorithm=algorithm, env=world[0], env_args=world[1])), tmp_path)
 
 
 @pytest.mark.parametrize("value", WRONG)

@@ -148,7 +148,7 @@ TRAININGS = {
     "marl": Command(
         "jurybox.training.trainings.marl_run:TRAINING",
         "Train many agents in one world, each with its own learner process.",
-        (*SEED, *SPEED, "environment", "agents", "algorithm", *SERVED),
+        (*SEED, *SPEED, "env", "agents", "algorithm", *SERVED),
     ),
     "hockey": Command(
         "jurybox.studies.hockey.train:TRAINING",

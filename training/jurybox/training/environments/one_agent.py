@@ -122,7 +122,7 @@ class AgentEnv(gymnasium.Env[Any, Any]):
         self._world.close()
 
 
-def _space_of(leaf: Leaf) -> spaces.Box:
+def _space_of(leaf: Leaf) -> spaces.Space[Any]:
     dtype = np.dtype(leaf.dtype)
     low, high = (-np.inf, np.inf) if dtype.kind == "f" else (False, True) if dtype.kind == "b" else _bounds(dtype)
     return spaces.Box(low, high, leaf.shape, dtype.type)

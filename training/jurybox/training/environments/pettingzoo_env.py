@@ -48,7 +48,7 @@ def make_world(name: str, arguments: Mapping[str, Any]) -> AECEnv[Any, Any, Any]
     except (Exception, SystemExit) as error:
         raise EnvironmentUnusable(
             f"{name} cannot be made with {dict(arguments)}: {type(error).__name__}: {error}; expected "
-            "package.module:callable; `world` holds its keyword arguments"
+            "package.module:callable; `env_args` holds its keyword arguments"
         ) from error
     if isinstance(made, ParallelEnv):
         return parallel_to_aec(_TruncateMissing(made))

@@ -70,7 +70,7 @@ OWN = frozenset(
         "gamma",
         "n_steps",
         "target_update_interval",
-        "frames",
+        "n_stack",
         "hidden",
         "exploration_initial_eps",
         "exploration_final_eps",
@@ -90,8 +90,8 @@ class MarlTraining(ServedSettings):
         "num_learner_processes": "each agent has a learner process of its own, and `share` gives several agents one",
     }
 
-    environment: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
-    world: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    env: str = Field(TREASURE, description="A PettingZoo environment: package.module:callable.")
+    env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     agents: int = Field(2, ge=1, description="Agents in the treasure hunt.")
     share: tuple[tuple[str, ...], ...] = Field((), description="Groups of agents that one learner serves.")
     # With DQN, not every seed reaches three times the return of random play in the treasure hunt; with PPO, all did.
@@ -118,7 +118,7 @@ class MarlTraining(ServedSettings):
     gamma: float = Field(0.95, ge=0, le=1, description="Discount factor.")
     n_steps: int = Field(3, ge=1, description="Steps of the n-step return.")
     target_update_interval: int = Field(200, ge=1, description="Learner steps between two target updates.")
-    frames: int = Field(2, ge=1, description="Number of stacked observations.")
+    n_stack: int = Field(2, ge=1, description="Newest observations that are observed together.")
     hidden: tuple[int, ...] = Field((128, 128), description="Sizes of the hidden layers of every network.")
     exploration_initial_eps: float = Field(1.0, ge=0, le=1, description="Probability of a random action at first.")
     exploration_final_eps: float = Field(0.05, ge=0, le=1, description="Probability of a random action at last.")
@@ -253,15 +253,15 @@ class MarlTraining(ServedSettings):
             unused = {"ppo": f"the algorithm is {self.algorithm}"}
         if self.learner_gpus:
             unused["device_per_agent"] = "a learner with GPUs of its own (learner_gpus) takes the first of them"
-        if self.environment != TREASURE:
-            unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `world`"
+        if self.env != TREASURE:
+            unused["agents"] = "it is the treasure hunt's; another environment's arguments stand in `env_args`"
         unused |= self.unused()
         return unused
 
     @property
     def world_settings(self) -> dict[str, Any]:
         """Keyword arguments of the environment."""
-        return {"agents": self.agents, **self.world} if self.environment == TREASURE else dict(self.world)
+        return {"agents": self.agents, **self.env_args} if self.env == TREASURE else dict(self.env_args)
 
 
 def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None = None) -> Plan:
@@ -299,8 +299,8 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                 for name in names
             }
         )
-    stacks = {agent: of_group[group].frames for agent, group in groups.items()}
-    arguments = {"env": settings.environment, "env_args": settings.world_settings, "stacks": stacks}
+    stacks = {agent: of_group[group].n_stack for agent, group in groups.items()}
+    arguments = {"env": settings.env, "env_args": settings.world_settings, "stacks": stacks}
     played = {"adapter": _ADAPTER, "arguments": arguments, "policies": groups, "algorithms": algorithms}
     return Plan(
         roles=(
@@ -367,14 +367,14 @@ def _views(
 ) -> tuple[dict[str, str], dict[str, MarlTraining], dict[str, AgentView]]:
     """Return each agent's group; and of each group its settings, and what its agents observe and do."""
     try:
-        world = make_world(settings.environment, settings.world_settings)
+        world = make_world(settings.env, settings.world_settings)
         try:
             if not getattr(world, "possible_agents", None):
-                raise ConfigError(f"{settings.environment} does not say its possible_agents, and each needs a policy")
-            check_names(settings.environment, world.possible_agents)
+                raise ConfigError(f"{settings.env} does not say its possible_agents, and each needs a policy")
+            check_names(settings.env, world.possible_agents)
             groups = _groups(settings, list(world.possible_agents))
             of_group = {name: settings.of(name.split("+")) for name in groups.values()}
-            known = views_of(world, {agent: of_group[name].frames for agent, name in groups.items()})
+            known = views_of(world, {agent: of_group[name].n_stack for agent, name in groups.items()})
         finally:
             world.close()
     except EnvironmentUnusable as error:
@@ -405,7 +405,7 @@ def description(
         own = {"agent": name.split("+")[0]}
         policies[name] = replace(acts, choose="draw" if draws else acts.choose, own_arguments=own)
     world = {
-        "name": settings.environment,
+        "name": settings.env,
         "world": settings.world_settings,
         "groups": dict(groups),
         "stacks": dict(stacks),
