@@ -203,9 +203,11 @@ class Standing:
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> Standing:
         """Summarize games of `HockeyGames`."""
-        means = [float(np.mean([each.numbers[name] for each in episodes])) for name in ("wins", "ties", "losses")]
+        wins, ties, losses = (
+            float(np.mean([each.numbers[name] for each in episodes])) for name in ("wins", "ties", "losses")
+        )
         score, steps = (float(np.mean([getattr(each, name) for each in episodes])) for name in ("total", "length"))
-        return cls(len(episodes), *means, score, steps)
+        return cls(len(episodes), wins, ties, losses, score, steps)
 
     @property
     def points(self) -> float:

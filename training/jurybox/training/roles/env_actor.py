@@ -11,7 +11,7 @@ import numpy as np
 from jurybox.training.algorithms.base import Array, Arrays, Progress
 from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting
 from jurybox.training.replay import Replay, Streams
-from jurybox.training.roles.curriculum import Curriculum, Task
+from jurybox.training.roles.curriculum import Task
 from jurybox.training.roles.policy_client import Asked, Cast, Player, players
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError, load
@@ -80,7 +80,7 @@ class EnvActor(Actor):
         if exploration is not None:
             given = dict(exploration)
             self._exploration = load(given.pop("make"))(context, n, **given)
-        self._curriculum: type[Curriculum] | None = None if curriculum is None else load(curriculum)
+        self._curriculum: Any = None if curriculum is None else load(curriculum)  # a subclass of Curriculum
         self._results = None if curriculum is None else context.replay(results)
         dealt = [range(split, n, splits) for split in range(splits)]
         with ExitStack() as undo:
@@ -173,7 +173,7 @@ class EnvActor(Actor):
         self._resources.close()
 
     def _begin(self, split: _Split, number: int) -> None:
-        task = _ANY
+        task: Task = _ANY
         if self._curriculum is not None:
             task = self._curriculum.draw(self._newest.extra["curriculum"], self._random)
             for agent in task.players:
@@ -323,7 +323,7 @@ class _Rows:
         for number, stream in enumerate(self._now):
             stream.add(**{name: values[number] for name, values in row.items()})
 
-    def end(self, number: int, **final: Array) -> None:
+    def end(self, number: int, **final: Any) -> None:
         if self._group is not None:
             self._group.end(number, **final)
         else:

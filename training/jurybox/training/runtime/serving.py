@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,18 +307,14 @@ class LeasedModel:
         reach: Callable[[], Server] | None = None,
         timeout: float | None = None,
     ) -> None:
-        server, self._context = context.plan.server, context
-        if reach is None:
-            assert server is not None
-            address = server.address
-            self._reach, self._where = (lambda: connect(address)), f" at {address}"
-            self.timeout = server.timeout
-        else:
-            self._reach, self._where = reach, ""
-        if timeout is not None:
-            self.timeout = timeout
-        self._name = server.models[channel] if name is None and server is not None else str(name)
-        self._channel, self._rows = channel, rows
+        server, self._context, self._channel, self._rows = context.plan.server, context, channel, rows
+        self._where = f" at {server.address}" if server is not None and reach is None else ""
+        if server is not None:
+            reach = reach or partial(connect, server.address)
+            name = name or server.models[channel]
+            timeout = server.timeout if timeout is None else timeout
+        assert reach is not None and name is not None and timeout is not None, "the plan has no server"
+        self._reach, self._name, self.timeout = reach, name, timeout
         self._resources = ExitStack()
         self._model: Model | None = None
 
