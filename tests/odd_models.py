@@ -36,6 +36,31 @@ class Scale(nn.Module):
         return {"weight": self.scale, "view": self.views[0], "computed": self.twice / 2}[self.how] * x
 
 
+class Derived(nn.Module):
+    """What it computed from its weights, what it should be, and how often it computed it; never with a scale of 13."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+        self.view = self.scale.detach()[...] if view else None  # for which weights are overwritten in place
+        self.calls = 0
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        if self.scale.item() == 13:
+            raise RuntimeError("thirteen")
+        self.calls += 1
+        self.sum = (self.scale + self.offset).detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.stack([self.sum, (self.scale + self.offset).detach(), torch.tensor(float(self.calls))])
+        return found.expand(len(x), 3)
+
+
+def derived(view: bool = False) -> ServedModel:
+    return ServedModel(Derived(view), {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (3,))})
+
+
 def scale(how: str) -> ServedModel:
     return served(Scale(how))
 

@@ -392,6 +392,13 @@ def test_a_module_that_cannot_be_grouped_is_refused_and_the_reason_named(what, r
         check_groupable("a", "g", Doing(what).eval(), VECTOR)
 
 
+def test_a_module_that_computes_from_its_weights_is_refused():
+    module = torch.nn.Linear(4, 4)
+    module.weights_changed = lambda: None
+    with pytest.raises(CannotGroup, match="its method weights_changed would not be called"):
+        check_groupable("a", "g", module, VECTOR)
+
+
 def test_normalisation_over_the_batch_is_refused_by_name():
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
     module[1].train()

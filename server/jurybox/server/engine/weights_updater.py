@@ -23,6 +23,7 @@ _SLICE = 0.25  # seconds between two checks whether to stop
 _LOOKS = 3  # attempts to copy from the learner's device before a publication is copied from the host
 _PARTING = 30.0  # seconds to wait for the end of a copy in progress
 _AGAIN = 10.0  # seconds between two reports of the same error
+_UNKNOWN = -1  # no version
 _NO_NEWS = 5.0  # seconds to wait for the first publication
 
 
@@ -294,6 +295,7 @@ class WeightsUpdater:
         self._adopted(copy.version, age)
 
     def _point(self, copy: Copy) -> None:
+        self._used = _UNKNOWN  # until all is done: if something fails, the weights may be of either version
         if self._before is not None:
             self._before()
         for name, tensor in copy.tensors.items():
