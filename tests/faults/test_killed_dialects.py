@@ -397,7 +397,7 @@ class Killer:
             self._where = near.status()["server"]["http"]
             while sum(self.done.values()) < kills and time.monotonic() < until:
                 if not (proven := self.proven(near)):
-                    time.sleep(0.02)
+                    time.sleep(0.1)  # a status takes the time that restarts need
                     continue
                 role, pid = self._dice.choice(proven)
                 before = sum(self._told.answered.values())

@@ -20,6 +20,7 @@ from tests.integration.robots import test_robot_kills as robots
 from tests.integration.robots.test_robot_kills import SPEAKS, TEXT
 from tests.serving import RunningServer, serving, wait_until
 
+PAUSE, MOST_PAUSE = 0.1, 0.8  # seconds between two connections: each takes the time that restarts need
 MISSES = 20  # errors in a row after which a robot connects again: its gateway may not know it any more
 
 
@@ -35,7 +36,7 @@ class Acted:
 
 def act(server: RunningServer, speaks: str, acted: Acted, rush: threading.Event, over: threading.Event) -> None:
     """Send observations until `over`, on another connection after each that ended; with pauses unless in a `rush`."""
-    number, dice = 0, random.Random(speaks)
+    number, dice, pause = 0, random.Random(speaks), PAUSE
     while not over.is_set():
         try:
             with server.connect() as near:
@@ -52,13 +53,15 @@ def act(server: RunningServer, speaks: str, acted: Acted, rush: threading.Event,
                         time.sleep(0.05)
                     elif said == [number, TEXT]:
                         acted.right += 1
+                        pause = PAUSE
                     else:
                         acted.wrong.append((number, said))
         except AssertionError as error:  # an answer in no form of the door's
             acted.wrong.append(f"{number}: {error!r}")
         except Exception:  # noqa: BLE001  the gateway was killed, which its clients notice in many ways
             acted.cut += 1
-        over.wait(0.1)
+        over.wait(pause)
+        pause = min(1.5 * pause, MOST_PAUSE)
 
 
 @pytest.mark.slow
