@@ -11,7 +11,8 @@ import tritonclient.http
 from tests.serving import serving
 
 LOCAL = "127.0.0.1:0"
-OPT_IN = {"shared_memory_prefix": "oip_test_"}  # of the regions in test_tritonclient_memory.py
+# Of the regions in test_tritonclient_memory.py; and all sequences for one connection.
+OPT_IN = {"shared_memory_prefix": "oip_test_", "sessions_share": 1.0}
 
 
 @pytest.fixture(scope="package")

@@ -212,7 +212,7 @@ def test_work_for_several_at_once_counts_once(clock):
     assert turns.spent(100.2, 0) == pytest.approx(0.3)
     assert turns.spent(100.6, 0) == 0.0
     clock[0] = 103.0
-    assert turns.spent(102.0, 10**9) == pytest.approx(1.2)
+    assert turns.spent(102.0, 10**9) == pytest.approx(1.3)
     clock[0] = 104.0
     assert turns.spent(100.0, 0) == pytest.approx(2.2)
     assert turns.spent(100.0, 0) == 0.0

@@ -20,7 +20,7 @@ from jurybox.server.frontend.panels import Panels, voted
 from jurybox.server.frontend.readiness import SelfTest
 from jurybox.server.frontend.requests import RowsReply, RowsRequest
 from jurybox.server.frontend.reserved import ReservedRows
-from jurybox.server.frontend.sequences import IDLE, NoSession, Sequences, SequenceTurn
+from jurybox.server.frontend.sequences import IDLE, SESSIONS_SHARE, NoSession, Sequences, SequenceTurn
 from jurybox.server.frontend.source import StatusSource
 from jurybox.server.security.limits import room_for_answer
 
@@ -37,6 +37,7 @@ class Frontend:
     Args:
         address: the server's address.
         idle: seconds without a request after which a sequence ends.
+        sessions_share: the part of a model's sessions that one connection may hold.
         panels: the members of each panel by name, as in the status document.
 
     Attributes:
@@ -44,10 +45,18 @@ class Frontend:
         reasons: return why the server should get no requests now.
     """
 
-    def __init__(self, address: str, source: StatusSource, *, idle: float = IDLE, panels: Panels | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        source: StatusSource,
+        *,
+        idle: float = IDLE,
+        sessions_share: float = SESSIONS_SHARE,
+        panels: Panels | None = None,
+    ) -> None:
         self.panels = panels or {}
         self.lanes = Lanes(address)
-        self.sequences = Sequences(idle)
+        self.sequences = Sequences(idle, share=sessions_share)
         self.readiness = SelfTest(source, self.lanes)
         self.record_outcome = self.readiness.record
         self.reasons = self.readiness.reasons

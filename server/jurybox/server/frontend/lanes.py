@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -49,6 +49,7 @@ class ModelLane:
         makeshift: whether it was leased with fewer rows than a full one, such as the one row of a probe.
         largest_until: until then (s of the monotonic clock) no larger lane is tried, because none was available.
         sessions: for a stateful model, one session for each row; else None. `free` are those without a sequence.
+        callers: how many of the others are those of each connection.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ModelLane:
         self.engines = model.requests.lane.engines
         self.sessions: Sessions | None = None
         self.free: list[int] = []
+        self.callers: Counter[Hashable] = Counter()
         if model.spec.state:
             self.sessions = Sessions(model.requests, rows)
             self.free = [*range(rows - 1, 0, -1)] or [0]  # session 0 is reserved for probes if there are several

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jurybox.client.session_book import not_computed
@@ -34,9 +34,11 @@ from jurybox.protocol.errors import (
 from jurybox.server.frontend.lanes import Lanes, ModelLane
 from jurybox.server.frontend.requests import SET, Steps
 from jurybox.server.frontend.waiting_rows import Arrays
+from jurybox.server.security.limits import CALLER, sessions_share
 
 Key = tuple[Any, ...]  # the model, then the sequence's name
 
+SESSIONS_SHARE = 0.5  # of a model's sessions, that one connection may hold
 IDLE = 60.0  # seconds without a request after which a sequence ends
 _OVERTAKEN = 0.25  # seconds that a step waits for its predecessor, which it may have overtaken on the way
 _LOOK = 0.005  # seconds between two checks whether the predecessor has arrived
@@ -53,17 +55,19 @@ class _Sequence:
         coming: the step number that the next request to arrive must have.
         next: the step for which the state is valid; None: the state is lost.
         held, slot: the lane and number of its session; None and -1: it has none.
+        caller: the connection that its session counts for.
         tail: a future that is done when the request that arrived last has ended.
         pending: the number of requests that have not ended; `used`: when the last one ended (s of the monotonic clock).
     """
 
-    __slots__ = ("coming", "held", "next", "pending", "slot", "tail", "used")
+    __slots__ = ("caller", "coming", "held", "next", "pending", "slot", "tail", "used")
 
     def __init__(self, now: float) -> None:
         self.coming = 0
         self.next: int | None = None
         self.held: ModelLane | None = None
         self.slot = -1
+        self.caller: Hashable = None
         self.tail: asyncio.Future[None] | None = None
         self.pending = 0
         self.used = now
@@ -220,10 +224,18 @@ class SequenceTurn:
         )
 
     def _place(self, held: ModelLane) -> None:
-        """Assign a session to each new sequence. Raises NoSession if none is free."""
+        """Assign a session to each new sequence. Raises NoSession if none is free, or the connection has its share."""
         wanting = [sequence for sequence in self._of if sequence.held is not held]
-        if len(wanting) > len(held.free):
+        caller, most = CALLER.get(), sessions_share(self._all.share, max(1, held.rows - 1))
+        crowds = caller is not None and held.callers[caller] + len(wanting) > most
+        if len(wanting) > len(held.free) or crowds:
             self._all.sweep()
+        if wanting and crowds and (mine := held.callers[caller]) + len(wanting) > most:
+            raise NoSession(
+                f"this connection holds {mine} sequences of model {self.model!r}, and asks for {len(wanting)} more, "
+                f"expected at most {most} at once: end some with sequence_end, or raise 'rows' of the model or "
+                f"'sessions_share' of the server ({self._all.share:g}) in its configuration"
+            )
         if len(wanting) > len(held.free):
             raise NoSession(
                 f"{held.rows - len(held.free)} sequences of model {self.model!r} are open, as many as the gateway has "
@@ -233,6 +245,8 @@ class SequenceTurn:
         for sequence in wanting:
             self._all.release(sequence)  # of another lane, if it is started again with another priority
             sequence.held, sequence.slot, sequence.next = held, held.free.pop(), None
+            sequence.caller = caller
+            held.callers[caller] += 1
 
     def _stepped(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -255,10 +269,14 @@ class Sequences:
     Args:
         idle: seconds without a request after which a sequence ends.
         clock: a monotonic clock in seconds.
+        share: the part of a model's sessions that one connection may hold.
     """
 
-    def __init__(self, idle: float = IDLE, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, idle: float = IDLE, clock: Callable[[], float] = time.monotonic, share: float = SESSIONS_SHARE
+    ) -> None:
         self.idle = idle
+        self.share = share
         self._clock = clock
         self._known: OrderedDict[Key, _Sequence] = OrderedDict()  # least recently used first
 
@@ -302,7 +320,10 @@ class Sequences:
         """Release its session."""
         if sequence.held is not None:
             sequence.held.free.append(sequence.slot)
-        sequence.held, sequence.slot, sequence.next = None, -1, None
+            sequence.held.callers[sequence.caller] -= 1
+            if not sequence.held.callers[sequence.caller]:
+                del sequence.held.callers[sequence.caller]
+        sequence.held, sequence.slot, sequence.next, sequence.caller = None, -1, None, None
 
     def sweep(self) -> None:
         """Remove sequences that have ended."""

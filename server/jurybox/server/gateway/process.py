@@ -14,7 +14,7 @@ from jurybox.processes import ControlPipe, configuration, keep_freed_memory, sig
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import said
 from jurybox.server.frontend.frontend import Frontend
-from jurybox.server.frontend.sequences import IDLE
+from jurybox.server.frontend.sequences import IDLE, SESSIONS_SHARE
 from jurybox.server.frontend.source import ClientSource, StatusSource
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
@@ -54,7 +54,11 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     access = Access(**orders.get("access", {}))
     budget, turns = access.budget(), Turns()
     frontend = Frontend(
-        orders["address"], source, idle=orders.get("sequence_idle", IDLE), panels=orders.get("panels", {})
+        orders["address"],
+        source,
+        idle=orders.get("sequence_idle", IDLE),
+        sessions_share=orders.get("sessions_share", SESSIONS_SHARE),
+        panels=orders.get("panels", {}),
     )
     # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
     # host.

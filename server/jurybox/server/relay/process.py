@@ -43,7 +43,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     back.setsockopt(zmq.LINGER, 0)
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
-    relay = Relay(front, back, link, log.warning)
+    relay = Relay(front, back, link, log.warning, orders["sessions_share"])
     if isinstance(front, Front):
         _limit_memory(most_held(orders["max_message"]) + _OWN)
 

@@ -40,6 +40,7 @@ from jurybox.protocol.wire import (
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
 from jurybox.server.security.doors import refusal
+from jurybox.server.security.limits import sessions_share
 
 _MOST_LANES = 1024  # half of all lanes: the rest is for local clients
 _MOST_CALLS = 4096  # forwarded and not answered yet
@@ -65,11 +66,18 @@ class Relay:
         back: a DEALER to the supervisor's control socket.
         link: the relay's own connection to the server.
         report: called with (event, **fields) to log an event.
+        share: the part of a model's sessions that one connection may hold.
     """
 
     def __init__(
-        self, front: Front | OpenFront, back: zmq.Socket[bytes], link: LocalLink, report: Callable[..., None]
+        self,
+        front: Front | OpenFront,
+        back: zmq.Socket[bytes],
+        link: LocalLink,
+        report: Callable[..., None],
+        share: float = 1.0,
     ) -> None:
+        self._share = share
         self._front = front
         self._back = back
         self._link = link
@@ -428,6 +436,11 @@ class Relay:
         lane = self._link.enter(lease)
         if lane is None:
             raise Error(f"lane {lease.lane} is locked by another client: ask again", Code.BUSY)
+        try:
+            self._require_share(sender, lease)
+        except Error:
+            lane.close()
+            raise
         number = secrets.randbits(63) | 1
         granted = Lease(model=lease.model, lease=number, rows=lease.rows, priority=lease.priority)
         granted.model.arena = ""
@@ -435,6 +448,19 @@ class Relay:
         self._lanes[number] = held
         held.watch(self._loop, self._words, self._serve)
         return ControlReply(lease=granted)
+
+    def _require_share(self, sender: bytes, lease: Lease) -> None:
+        """Raise an Error if a client would hold more of a model's sessions than its share."""
+        name, most = lease.model.name, sessions_share(self._share, lease.model.arena_rows)
+        lanes = [held for held in self._lanes.values() if held.owner == sender]
+        mine = [held.granted.rows for held in lanes if held.granted.model.name == name]
+        if lease.model.session_state and sum(mine) + lease.rows > most:
+            raise Error(
+                f"this connection has leased {sum(mine)} rows of model {name!r}, which keeps state, and asks for "
+                f"{lease.rows} more, expected at most {most} of {lease.model.arena_rows}: ask for fewer, or raise "
+                f"'rows' of the model or 'sessions_share' of the server ({self._share:g}) in its configuration",
+                Code.BUSY,
+            )
 
     def _release(self, sender: bytes, request: ReleaseRequest) -> None:
         if (held := self._lanes.get(request.lease)) is not None and held.owner == sender:

@@ -18,7 +18,7 @@ from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
 from jurybox.server.security.access import CHALLENGES, Access, Token
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
-from jurybox.server.security.limits import ANSWERS, HTTP, OF_REQUEST, Charge
+from jurybox.server.security.limits import ANSWERS, CALLER, HTTP, OF_REQUEST, Charge
 from jurybox.server.security.pace import joined
 
 # Probes of orchestrators and load balancers send no token. Without a token these paths answer yes or no, not why.
@@ -185,6 +185,7 @@ class BodyLimit:
         taken = scope[CHARGE] = Charge(self._budget, account)
         answers = Charge(self._budget, account, ANSWERS)
         OF_REQUEST.set(taken)
+        CALLER.set(account)
 
         async def counted() -> Message:
             nonlocal came, failure

@@ -10,7 +10,7 @@ import asyncio
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -120,6 +120,13 @@ class DecodedCharge:
 
 # The charge of the request that is answered in this task.
 OF_REQUEST: ContextVar[Charge | None] = ContextVar("OF_REQUEST", default=None)
+# What tells its connection from others; None: it is the server's own.
+CALLER: ContextVar[Hashable] = ContextVar("CALLER", default=None)
+
+
+def sessions_share(share: float, sessions: int) -> int:
+    """Return how many of a model's sessions one connection may hold (`server.sessions_share`)."""
+    return max(1, int(share * sessions))
 
 
 # The bytes of answers that are being computed, by account: nobody can have read them.

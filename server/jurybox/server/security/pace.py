@@ -19,7 +19,7 @@ _MOST = 0.1  # seconds that are owed to others
 # third of all. With one, a client that waits for its answers keeps less than half of its rate: it needs the event loop
 # twice for each.
 _LEFT = 1.8
-_RECEIVE = 2e-10  # seconds that the event loop takes for each byte before its protocol gets it
+_RECEIVE = 3e-10  # seconds that the event loop takes for each byte before its protocol gets it
 _LEAST = 0.001  # seconds of one rest: the event loop's timers do not know less, and uvloop makes none of half of it
 _READS = 3  # turns of the event loop within which somebody who reads on has read what is there, and it was counted
 _HEAVY = 1.0  # seconds after its last turn for which somebody's wishes are no reason for others to rest

@@ -263,7 +263,7 @@ def services(settings: Configuration, listening: Mapping[str, Any]) -> list[Chil
     def gateway() -> dict[str, Any]:
         dialects, own = settings.plain_dialects(), listening["dialects"]
         return {
-            **server.model_dump(mode="json", include=_BOTH | {"sequence_idle", "grpc_http2"}),
+            **server.model_dump(mode="json", include=_BOTH | {"sequence_idle", "sessions_share", "grpc_http2"}),
             "http": listening["http"],
             "grpc": listening["grpc"],
             "panels": settings.plain_panels(),
@@ -276,7 +276,7 @@ def services(settings: Configuration, listening: Mapping[str, Any]) -> list[Chil
         }
 
     def relay() -> dict[str, Any]:
-        given = server.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients"})
+        given = server.model_dump(mode="json", include=_BOTH | {"curve_key", "curve_clients", "sessions_share"})
         return {**given, "tcp": listening["tcp"], "max_message": server.max_message}
 
     children = []

@@ -185,7 +185,7 @@ class EnvActor(Actor):
             self._exploration.begin(split.numbers[number], self._random)
         split.tasks[number], split.lengths[number] = task, 0
         # What is played at random is nothing to keep.
-        anchor = task.anchor and self.context.env_steps >= self._random_until
+        anchor = task.anchor and self.context.env_steps >= max(self._random_until.values())
         for each in split.recorders.values():
             each.begin(number, anchor=anchor)
 

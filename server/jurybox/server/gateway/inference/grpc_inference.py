@@ -24,7 +24,7 @@ from jurybox.server.gateway.inference.requests import InferRequest, InferRespons
 from jurybox.server.gateway.inference.tensors import MOST_DIMENSIONS, MOST_TENSORS, malformed
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.grpc import DirectCall
-from jurybox.server.security.limits import GRPC, Charge
+from jurybox.server.security.limits import CALLER, GRPC, Charge
 
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -279,12 +279,14 @@ class InferenceServicer:
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        CALLER.set(context.peer())
         return message_of(await self._oip.infer(request_of(request, context.time_remaining())))
 
     async def ModelStreamInfer(
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """Yield one answer or one error for each request, in order; several requests are in flight at once."""
+        CALLER.set(context.peer())
         free, account = asyncio.Semaphore(_PIPELINED), getattr(context, "account", None)  # grpcio's context has none
         asked: asyncio.Queue[asyncio.Task[pb.ModelStreamInferResponse] | None] = asyncio.Queue()
         failing = False  # whether the last answer was an error

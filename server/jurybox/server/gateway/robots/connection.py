@@ -185,7 +185,7 @@ class RobotConnection(ServerConnection):
                 self._reading.rest()  # nothing more, until this is parsed
                 return
             end = at + max(_PIECE, self._awaited - len(self.protocol.reader.buffer))
-            super().data_received(bytes(memoryview(data)[at:end]))
+            super().data_received(data if not at and end >= len(data) else bytes(memoryview(data)[at:end]))  # type: ignore[arg-type]
             at = end
 
     def _read_exact(self, size: int) -> Generator[None, None, bytes | bytearray]:
