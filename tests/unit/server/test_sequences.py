@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +59,8 @@ def lanes():
 
 
 def held(rows=4):
-    return SimpleNamespace(free=list(range(rows - 1, -1, -1)), rows=rows, model=SimpleNamespace(max_batch=8))
+    free = list(range(rows - 1, -1, -1))
+    return SimpleNamespace(free=free, rows=rows, callers=Counter(), model=SimpleNamespace(max_batch=8))
 
 
 class Gateway:

@@ -185,7 +185,8 @@ class RobotConnection(ServerConnection):
                 self._reading.rest()  # nothing more, until this is parsed
                 return
             end = at + max(_PIECE, self._awaited - len(self.protocol.reader.buffer))
-            super().data_received(data if not at and end >= len(data) else bytes(memoryview(data)[at:end]))  # type: ignore[arg-type]
+            piece: Any = data if not at and end >= len(data) else bytes(memoryview(data)[at:end])  # no copy of all
+            super().data_received(piece)
             at = end
 
     def _read_exact(self, size: int) -> Generator[None, None, bytes | bytearray]:
