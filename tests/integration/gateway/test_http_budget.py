@@ -20,7 +20,7 @@ from tests.serving import http_server_of_h11, wait_until
 from jurybox.server.gateway import http_server
 from jurybox.server.security import limits
 from jurybox.server.security.access import Access
-from jurybox.server.security.limits import ANSWERS, HTTP, RECEIVED, Watch
+from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, RECEIVED, Watch
 
 MIB = 1 << 20
 DONE = threading.Event()  # the slow answers are computed
@@ -178,6 +178,32 @@ def test_idle_connections_make_room_for_a_client(served, monkeypatch):
         with httpx.Client(base_url=f"http://127.0.0.1:{served.server.port}", timeout=20) as client:
             assert client.post("/echo", content=b"x").content == b"x"
         assert len(tuple(served.server.connections())) <= 8
+
+
+def test_hundreds_of_connections_that_say_nothing_let_a_client_in_and_cost_nothing_afterwards(served, client):
+    """Also if all of them came just now."""
+    before = len(tuple(served.server.connections()))
+    with contextlib.ExitStack() as stack:
+        for _ in range(HTTP_CONNECTIONS + 90):
+            stack.enter_context(contextlib.closing(served.connected()))
+        with httpx.Client(base_url=f"http://127.0.0.1:{served.server.port}", timeout=20) as another:
+            assert another.post("/echo", content=b"x").content == b"x"
+        wait_until(lambda: len(tuple(served.server.connections())) <= HTTP_CONNECTIONS, 20, "the end of those too many")
+    wait_until(lambda: len(tuple(served.server.connections())) <= before + 1, 20, "the end of all")
+    assert client.post("/echo", content=b"x").content == b"x"
+
+
+def test_a_connection_beyond_those_in_use_is_told_so(served, monkeypatch):
+    monkeypatch.setattr(served.module, "HTTP_CONNECTIONS", 8)
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(contextlib.closing(served.connected())).sendall(b"POST /echo HT")
+        wait_until(lambda: sum(one.receiving for one in served.server.connections()) >= 7, 20, "their bytes")
+        peer, came = stack.enter_context(contextlib.closing(served.connected())), b""
+        peer.settimeout(20)
+        while part := peer.recv(1000):
+            came += part
+        assert came.startswith(b"HTTP/1.1 503 ") and b"connections are open and in use" in came
 
 
 def test_requests_that_are_none_write_one_line_a_second_to_the_log(served, client, caplog):

@@ -55,6 +55,11 @@ LINGER = 30.0  # seconds for which the rest of a request is read after its answe
 PAUSE = 5.0  # seconds without a byte that end this
 _MOST_DROPPED = 8 << 20  # bytes that are read after an answer to what cannot be parsed
 _INVALID = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain; charset=utf-8\r\n"
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"content-type: text/plain; charset=utf-8\r\n"
+)
+_WHY_FULL = b"%d connections are open and in use, as many as there may be: ask again later" % HTTP_CONNECTIONS
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -143,8 +148,10 @@ class _Counted:
         self._heard = time.monotonic()
         super().connection_made(ConnectionTransport(transport, self._close))  # type: ignore[misc]
         self._app, self.app = self.app, self._in_turn
-        if len(self.connections) >= HTTP_CONNECTIONS:
-            self._make_room()
+        if len(self.connections) >= HTTP_CONNECTIONS and not self._make_room():
+            self.connections.discard(self)
+            self.transport.write(_FULL + b"content-length: %d\r\n\r\n%b" % (len(_WHY_FULL), _WHY_FULL))
+            self.transport._transport.close()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -263,14 +270,16 @@ class _Counted:
             beneath.write_eof()
         transport.resume_reading()
 
-    def _make_room(self) -> None:
-        """End the connection that has been idle for longest, if there is one."""
+    def _make_room(self) -> bool:
+        """End the connection that has been idle for longest, or one that has not said a word; return whether it did."""
         before = time.monotonic() - _LULL
-        idle = [one for one in self.connections if one.between and one._heard < before and not one._unsent]
-        if idle:
-            longest = min(idle, key=lambda one: one._heard)
+        idle = [one for one in self.connections if one.between and not one._unsent and one is not self]
+        found = [one for one in idle if one._heard < before] or [one for one in idle if not one._asked]
+        if found:
+            longest = min(found, key=lambda one: one._heard)
             self.connections.discard(longest)
             longest.abort()
+        return bool(found)
 
     def _count_unsent(self, size: int) -> None:
         before, self._unsent = self._unsent, size
