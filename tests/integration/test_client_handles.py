@@ -53,6 +53,14 @@ def test_a_ticket_is_a_future(client):
     assert not ticket.cancel() and not ticket.cancelled()
 
 
+def test_an_awaited_answer_comes_when_it_arrives_and_not_with_the_next_look(client, monkeypatch):
+    monkeypatch.setattr("jurybox.client.ticket.LOOK_AFTER", 3600.0)
+    model = client.model("moody", rows=4)
+    for rows in (2, 12):  # one batch, and pieces
+        x = np.full((rows, 4), 50_000, np.float32)
+        np.testing.assert_array_equal(asyncio.run(model.infer_async(x, timeout=60)), x + 1)
+
+
 def test_a_timed_out_ticket_keeps_its_rows_and_returns_its_own_answer_later(client):
     model = client.model("moody", rows=4)
     slow = np.full((2, 4), 1_500_000, np.float32)
