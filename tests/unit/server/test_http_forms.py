@@ -9,6 +9,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from jurybox import native
+from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
 from jurybox.server.security.limits import HTTP, RECEIVED
 
@@ -86,3 +87,10 @@ async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_no
     await asyncio.sleep(0.05)
     assert one.transport.told.startswith(b"HTTP/1.1 418")
     one.connection_lost(None)
+
+
+def test_requests_that_are_never_the_same_do_not_fill_the_memory_with_their_forms():
+    forms = Forms(None, lambda parts: None, None)
+    for number in range(3000):
+        assert forms.get(b"%d" % number) is None
+    assert len(forms._forms) <= 1024

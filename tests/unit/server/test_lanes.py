@@ -59,3 +59,12 @@ def test_while_no_engine_serves_a_lane_of_few_rows_is_kept(monkeypatch):
     """A request on it waits for the engine; if refused, it would fail although health has just reported ready."""
     assert held_soon(monkeypatch, [FEW, LOADING, LOADING, MANY]) is MANY
     assert held_soon(monkeypatch, [FEW, LOADING], 0.1) is FEW
+
+
+def test_the_connection_of_lanes_ends_with_them():
+    closed, lanes = [], Lanes("ipc:///nowhere")
+    lanes._server = SimpleNamespace(close=lambda: closed.append("server"))
+    lanes.close()
+    lanes._thread.shutdown()
+    assert closed == ["server"]
+    Lanes("ipc:///nowhere")._disconnect()  # there is none yet

@@ -112,7 +112,7 @@ def test_clients_that_stay_away_are_waited_for_once_until_they_were_quick_again(
     assert made.wait(1) > 0
 
 
-def test_there_are_no_waits_if_they_are_often_in_vain():
+def test_there_are_few_waits_if_they_are_often_in_vain_and_now_and_then_one_for_clients_that_have_changed():
     """Clients ask twice and then step their environment, again and again."""
     made, clock = tracker()
     clients, waits = connections(), 0
@@ -124,7 +124,7 @@ def test_there_are_no_waits_if_they_are_often_in_vain():
             clock.now += wait + 1e-6
             assert made.wait(1) == 0
         clock.now += 0.02
-    assert 1 <= waits < 50
+    assert 3 < waits < 50  # three in vain are too many
 
 
 def test_a_request_with_a_short_time_out_does_not_wait():
