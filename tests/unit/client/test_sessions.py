@@ -63,6 +63,36 @@ def test_sessions_of_a_request_with_an_unknown_outcome_are_lost(sessions, monkey
     np.testing.assert_array_equal(sessions.infer(ones), [3, 2, 2, 3])
 
 
+def test_a_gateway_reads_no_state_of_a_lost_session_and_one_that_it_sets_is_lost_no_more(sessions, monkeypatch):
+    def exchange(state):
+        return asyncio.run(sessions.exchange_state_async(range(N), [False] * N, state, 30.0))
+
+    ones = np.ones((N, 1), np.float32)
+    sessions.infer(ones)
+    state = exchange(None)
+    broken_off(sessions, monkeypatch, lambda: sessions.infer(ones))
+    with pytest.raises(SessionLost, match="reset"):
+        exchange(None)
+    exchange(state)
+    np.testing.assert_array_equal(sessions.infer(ones), [2] * N)
+
+
+def test_no_request_of_sessions_is_made_within_a_call_of_theirs(sessions):
+    ones = np.ones((N, 1), np.float32)
+    sessions.infer(ones)
+    state = sessions.get_state()
+    with sessions._requests.turns.now:  # as in a signal handler within a call
+        for ask in (
+            lambda: sessions.infer(ones),
+            lambda: sessions.submit(ones),
+            sessions.get_state,
+            lambda: sessions.set_state(state),
+        ):
+            with pytest.raises(Refused, match="under way in this thread"):
+                ask()
+    np.testing.assert_array_equal(sessions.infer(ones), [2] * N)
+
+
 def test_a_request_that_was_not_computed_leaves_every_state_as_it_was(sessions):
     ones = np.ones((N, 1), np.float32)
     sessions.infer(ones)
