@@ -63,10 +63,11 @@ def test_an_awaited_answer_comes_when_it_arrives_and_not_with_the_next_look(clie
 
 def test_a_timed_out_ticket_keeps_its_rows_and_returns_its_own_answer_later(client):
     model = client.model("moody", rows=4)
-    slow = np.full((2, 4), 1_500_000, np.float32)
-    ticket = model.submit(slow, timeout=30)
-    with pytest.raises(Timeout):
-        ticket.result(timeout=0.05)
+    slow = np.full((2, 4), 100_000, np.float32)
+    with stopped_engine(client):
+        ticket = model.submit(slow, timeout=60)
+        with pytest.raises(Timeout):
+            ticket.result(timeout=0.05)
     other = model.submit(np.full((2, 4), 7, np.float32))
     np.testing.assert_array_equal(other.result(timeout=30).outputs, np.full((2, 4), 8, np.float32))
     with contextlib.suppress(Busy), model.rows(2) as rows:  # other use of rows meanwhile
@@ -329,19 +330,20 @@ def test_the_error_of_a_remote_client_out_of_files_says_what_to_do(connecting):
 
 
 def test_closing_a_connection_in_use_by_another_thread_times_out_first(server):
-    with connect(server.address, timeout=0.3) as client:
-        busy, idle = client.model("moody", rows=2), client.model("affine", rows=2)
+    with server.connect() as client:
+        busy, idle = client.model("affine", rows=2), client.model("affine", rows=2)
         answers = []
-        slow = np.full((1, 4), 1_500_000, np.float32)
-        thread = threading.Thread(target=lambda: answers.append(busy.infer(slow, timeout=60)))
-        thread.start()
-        wait_until(lambda: bool(busy.requests.lane.in_flight))
-        with pytest.raises(Timeout, match="another thread's call of 'moody'"):
-            client.close()
-        with pytest.raises(Refused, match="closed"):
-            idle.infer(X)
+        thread = threading.Thread(target=lambda: answers.append(busy.infer(X, timeout=60)))
+        with stopped_engine(client):
+            thread.start()
+            wait_until(lambda: bool(busy.requests.lane.in_flight))
+            client.timeout = busy.requests.turns.timeout = 0.3
+            with pytest.raises(Timeout, match="another thread's call of 'affine'"):
+                client.close()
+            with pytest.raises(Refused, match="closed"):
+                idle.infer(X)
         thread.join(60)
-        np.testing.assert_array_equal(answers[0], slow + 1)
+        np.testing.assert_array_equal(answers[0], 2 * X + 1)
     with pytest.raises(Refused, match="closed"):
         busy.infer(X)
 
