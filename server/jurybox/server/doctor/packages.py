@@ -122,6 +122,13 @@ def check_conflicts(packages: Mapping[str, Installed]) -> Finding:
     return Finding("versions", level, "; ".join(map(str, found[:_MOST])) + rest, mending(found, packages))
 
 
+def unsatisfied() -> dict[str, str]:
+    """Return which installed versions do not fit, and the remedy, as fields of a log event; {} if all fit."""
+    packages = installed()
+    finding = check_conflicts(packages)
+    return {} if finding.level is Level.OK else {"versions": finding.found, "remedy": finding.remedy}
+
+
 def _wishes(name: str, asker: Installed) -> Iterator[Requirement]:
     """Yield the requirements of a package; for Jurybox, including those of its extra 'server'."""
     extras = ("", "server") if name == OURS else ("",)

@@ -21,6 +21,7 @@ from jurybox.protocol.segment import is_locked, segment_name, sweep
 from jurybox.protocol.spec import ModelSpec, specs_from_plain
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.wire import BEREFT
+from jurybox.server.doctor.packages import unsatisfied
 from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.memory import MemoryKills
 from jurybox.server.settings.config import Configuration, ModelSettings, named_factories
@@ -318,6 +319,8 @@ class Supervisor:
         why = {"charged_to": charged.name} if charged else {}
         if short and status == -signal.SIGKILL and not by_supervisor:
             why["reason"] = self._short = short
+        if status > 0 and charged is None and not self._announced:
+            why |= unsatisfied()  # an import that failed is the likely reason, and what it says names no remedy
         self._log.error("child died", role=child.role, status=status, failures=child.failures, **why)
         if charged is not None:
             child.failures -= 1  # the death counts for the model instead
@@ -326,7 +329,8 @@ class Supervisor:
         elif outside:
             child.excuse_last_death(now)
         elif child.failures > self._settings.max_restarts:
-            self._log.error("gave up on a child", role=child.role, failures=child.failures, **self._memory())
+            more = {**self._memory(), **(unsatisfied() if status > 0 and self._announced else {})}
+            self._log.error("gave up on a child", role=child.role, failures=child.failures, **more)
             self._exit = _CHILD_LOST if self._announced else _COULD_NOT_START
             return
         if time.monotonic() >= child.restart_at:
@@ -566,10 +570,12 @@ class Supervisor:
                 self._manager.ready(f"serving {models}")
             self._exit = (_COULD_NOT_START if broken else _STOPPED) if dry_run else None
         elif late:
-            waiting = ", ".join(child.role for child in self._children() if not child.serving)
+            waiting = [child for child in self._children() if not child.serving]
+            died = any(child.failures for child in waiting)
+            remedy = "'child died' above has the reason" if died else "raise server.start_timeout"
             self._log.error(
-                f"could not start within {self._settings.start_timeout} s: raise server.start_timeout",
-                waiting_for=waiting,
+                f"could not start within {self._settings.start_timeout} s: {remedy}",
+                waiting_for=", ".join(child.role for child in waiting),
                 models=models,
             )
             self._exit = _COULD_NOT_START
