@@ -20,11 +20,10 @@ import numpy.typing as npt
 import torch
 
 from jurybox.studies.workflow import environments
-from jurybox.studies.workflow.cage.tables import N_ACTIONS
-from jurybox.studies.workflow.rollouts import INPUTS, PlayedEpisodes, play
+from jurybox.studies.workflow.policy import Defender, learner_of
+from jurybox.studies.workflow.rollouts import PlayedEpisodes, play
 from jurybox.studies.workflow.settings import ORDERS, Order, WorkflowTraining, describe
 from jurybox.training.algorithms.base import Progress
-from jurybox.training.algorithms.ppo import RefinedPPO
 
 _WITHOUT = 1 / 8  # of the networks of a mixed training
 
@@ -34,8 +33,9 @@ class Trains:
 
     def __init__(self, settings: WorkflowTraining, seed: int, stream: int) -> None:
         self.settings = settings
-        self.learner = RefinedPPO.of(settings.ppo, INPUTS, N_ACTIONS)
+        self.learner = learner_of(settings.ppo)
         self.learner.setup(seed, "cpu")
+        self.policy = Defender(self.learner, rng=np.random.default_rng(seed))
         self._env = environments.make(settings, stream)
         self._random = np.random.default_rng((seed, stream))
 
@@ -46,7 +46,7 @@ class Trains:
         starts = np.where(late, self._random.integers(0, settings.longest_head_start + 1, settings.envs), 0)
         rollout, played = play(
             self._env,
-            self.learner,
+            self.policy,
             orders,
             steps=settings.episode_length,
             weight=settings.align_lambda,

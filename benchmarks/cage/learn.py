@@ -14,29 +14,31 @@ import csv
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from jurybox.studies.workflow.cage import CageVectorEnv, RedName
-from jurybox.studies.workflow.cage.tables import N_ACTIONS
-from jurybox.studies.workflow.rollouts import INPUTS, play
+from jurybox.studies.workflow.policy import Defender, learner_of
+from jurybox.studies.workflow.rollouts import play
 from jurybox.training.algorithms.base import Progress
-from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
+from jurybox.training.algorithms.ppo import PPOSettings
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], PPO, float]:
-    """Mean return of each update's 100 episodes, the learner, and seconds of CPU time."""
-    learner = RefinedPPO.of(PPOSettings(), INPUTS, N_ACTIONS)
+def learn(red: RedName, seed: int, updates: int) -> tuple[list[float], Defender, float]:
+    """Mean return of each update's 100 episodes, the learned policy, and seconds of CPU time."""
+    learner = learner_of(PPOSettings())
     learner.setup(seed, "cpu")
+    policy = Defender(learner, rng=np.random.default_rng(seed))
     env = CageVectorEnv(100, red, autoreset_mode="Disabled")
     env.reset(seed=seed)
     curve, began = [], time.process_time()
     for _ in range(updates):
-        rollout, episodes = play(env, learner, None, steps=100, weight=0.0)
+        rollout, episodes = play(env, policy, None, steps=100, weight=0.0)
         learner.update(rollout, Progress(0, 1))
         curve.append(float(episodes.returns.mean()))
-    return curve, learner, time.process_time() - began
+    return curve, policy, time.process_time() - began
 
 
 def main() -> None:
@@ -49,12 +51,12 @@ def main() -> None:
     curves = []
     print(f"| seed | episodes | last 10 updates | sampled, 1000 new | greedy, 1000 new | CPU s |\n|{'---|' * 6}")
     for seed in range(options.seeds):
-        curve, learner, seconds = learn(options.red, seed, options.updates)
+        curve, policy, seconds = learn(options.red, seed, options.updates)
         curves.append(curve)
         fresh = CageVectorEnv(1000, options.red, autoreset_mode="Disabled")
         fresh.reset(seed=1000 + seed)
         tested = [
-            play(fresh, learner, None, steps=100, weight=0.0, greedy=greedy)[1].returns for greedy in (False, True)
+            play(fresh, policy, None, steps=100, weight=0.0, greedy=greedy)[1].returns for greedy in (False, True)
         ]
         shown = [f"{each.mean():.1f} (sd {each.std():.1f})" for each in tested]
         last = sum(curve[-10:]) / len(curve[-10:])

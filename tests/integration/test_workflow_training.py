@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from jurybox.studies.workflow.cage import CageRows
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.policy import Defender, learner_of
 from jurybox.studies.workflow.rollouts import INPUTS
 from jurybox.studies.workflow.rollouts import play as roll
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.studies.workflow.train import run
-from jurybox.training.algorithms.ppo import RefinedPPO
 from jurybox.training.cli import train
 from jurybox.training.policies import Policy, choose, export, play, policies
 from jurybox.training.runtime.plan import RunError
@@ -109,7 +109,7 @@ def test_a_policy_acts_the_same_outside_the_search(searched, order, use_masks, m
     found = choose(searched)
     greedy = {name: replace(acts, choose="best") for name, acts in found.description.policies.items()}
     policy = Policy(replace(found, description=replace(found.description, policies=greedy)))
-    learner = RefinedPPO.of(SMALL.ppo, INPUTS, N_ACTIONS)
+    learner = learner_of(SMALL.ppo)
     learner.setup(0, "cpu")
     learner.acting.load_state_dict(policy.served.module.state_dict())
     played = play(policy, 5, changes={"order": order, "use_masks": use_masks, "episode_length": 30})
@@ -118,7 +118,7 @@ def test_a_policy_acts_the_same_outside_the_search(searched, order, use_masks, m
         first = env.reset(seed=seed)
         monkeypatch.setattr(env, "reset", lambda first=first: first)  # `roll` would reset to a new draw
         options = {"weight": 0.0, "use_masks": use_masks, "mask_orders": True, "greedy": True}
-        _, expected = roll(env, learner, order, steps=30, **options)
+        _, expected = roll(env, Defender(learner), order, steps=30, **options)
         assert episode.total == pytest.approx(float(expected.returns[0])) and episode.length == 30
 
 
@@ -127,8 +127,8 @@ def test_an_exported_policy_never_chooses_a_masked_action(searched, tmp_path) ->
     policy = Policy(choose(searched))
     export(policy, tmp_path / "policy.pt2", searched)
     exported = torch.export.load(tmp_path / "policy.pt2").module()
-    rows = torch.rand(20, INPUTS + N_ACTIONS).round()
-    actions = exported(rows)
-    assert (rows[torch.arange(20), INPUTS + actions] == 1).all()
+    masks = torch.rand(20, N_ACTIONS).round().bool()
+    actions = exported(torch.rand(20, INPUTS).round(), masks)
+    assert masks[torch.arange(20), actions].all()
     with pytest.raises(RunError, match="no such network"), Policy(choose(searched)).environment({"red": "Nobody"}):
         pass

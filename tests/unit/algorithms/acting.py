@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
-from jurybox.training.algorithms.base import Algorithm, Progress
+from jurybox.training.algorithms.base import Algorithm, Array, Arrays, Progress
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
 from jurybox.training.algorithms.registry import make
 from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
@@ -48,6 +49,16 @@ def ready(made: Algorithm, seed: int, *networks: nn.Module) -> Algorithm:
     return made
 
 
-def refined(rules: PPOSettings, *networks: nn.Module, inputs: int = 2, actions: int = 5, seed: int = 0) -> PPO:
+def refined(
+    rules: PPOSettings, *networks: nn.Module, inputs: int = 2, actions: int = 5, seed: int = 0, masked: bool = False
+) -> PPO:
     """Return PPO with these rules, ready to learn."""
-    return ready(RefinedPPO.of(rules, inputs, actions), seed, *networks)  # type: ignore[return-value]
+    return ready(RefinedPPO.of(rules, inputs, actions, masked=masked), seed, *networks)  # type: ignore[return-value]
+
+
+def outputs_of(learner: Algorithm, observations: Array, masks: Array | None = None) -> Arrays:
+    """Return the outputs of the network that acts, as a policy client gives them."""
+    seen = [observations] if masks is None else [observations, masks]
+    with torch.inference_mode():
+        found = learner.acting(*map(torch.from_numpy, seen))
+    return {name: each.numpy() for name, each in zip(learner.outputs, found, strict=True)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.unit.algorithms.acting import START, refined
+from tests.unit.algorithms.acting import START, outputs_of, refined
 
 from jurybox.training.algorithms import ppo
 from jurybox.training.algorithms.base import Rollout
@@ -89,15 +89,16 @@ def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
     t, n = 8, 32
     state = random.integers(0, 2, (t, n))
     observations = np.eye(2, dtype=np.float32)[state]
-    parts = [learner.act(row, None if masks is None else masks[0]) for row in observations]
+    outputs = [outputs_of(learner, row, None if masks is None else masks[0]) for row in observations]
+    parts = [learner.explore(each, random, START) for each in outputs]
     actions = np.stack([part[0] for part in parts])
     return rollout(
         t,
         n,
         observation=observations,
         action=actions,
-        log_prob=np.stack([part[1] for part in parts]),
-        value=np.stack([part[2] for part in parts]),
+        log_prob=np.stack([part[1]["log_prob"] for part in parts]),
+        value=np.stack([learner.in_rewards(each["value"]) for each in outputs]),
         reward=10.0 * (actions == 1 + 2 * state).astype(np.float32),
         ended=np.ones((t, n), bool),
         terminated=np.ones((t, n), bool),
@@ -123,13 +124,13 @@ def test_it_learns_a_bandit_with_every_switch_thrown(off) -> None:
     learner = refined(replace(SETTINGS, learning_rate=0.01, **off), seed=1)
     for _ in range(25):
         told = learner.update(played(learner, random), START)
-    assert learner.act(np.eye(2, dtype=np.float32), greedy=True)[0].tolist() == [1, 3]
+    assert learner.greedy(outputs_of(learner, np.eye(2, dtype=np.float32))).tolist() == [1, 3]
     assert told.metrics.keys() == set(PPO.metrics) and learner.gradient_steps > 20
 
 
 def test_a_masked_action_is_never_chosen_and_learning_stays_finite() -> None:
     random = np.random.default_rng(0)
-    learner = refined(SETTINGS, seed=1)
+    learner = refined(SETTINGS, seed=1, masked=True)
     masks = np.ones((8, 32, 5), bool)
     masks[:, :, [0, 4]] = False
     for _ in range(3):
@@ -204,7 +205,7 @@ def test_steps_that_are_not_valid_change_nothing_whatever_they_hold() -> None:
         learner.update(made, START)
 
 
-def test_it_acts_and_values_on_its_device() -> None:
+def test_it_values_on_its_device() -> None:
     class Elsewhere(ActorCritic):
         """Accepts what lies on its device alone, as a network on a GPU does; the outputs come back."""
 
@@ -218,8 +219,7 @@ def test_it_acts_and_values_on_its_device() -> None:
     learner = refined(PPOSettings(), Elsewhere(Features(2), 3, (8,)), actions=3)
     learner.device = torch.device("meta")
     seen = np.zeros((5, 2), np.float32)
-    actions, _, values = learner.act(seen, np.ones((5, 3), bool))
-    assert actions.shape == (5,) and values.tolist() == learner.values(seen).tolist() == [1.0] * 5
+    assert learner.values(seen).tolist() == [1.0] * 5
 
 
 def test_long_computations_give_signs_of_life(monkeypatch) -> None:

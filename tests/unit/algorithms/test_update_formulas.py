@@ -13,7 +13,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.unit.algorithms.acting import START, acting_network, learning, refined, spec_of
+from tests.unit.algorithms.acting import START, acting_network, learning, outputs_of, refined, spec_of
 from torch import nn
 from torch.nn import functional
 
@@ -242,21 +242,22 @@ def test_ppos_statistics_of_returns_follow_them_with_a_tenth_of_each_rollout() -
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_ppo_draws_from_the_distribution_that_it_reports(masked) -> None:
-    network = widened(ActorCritic(Features(OBSERVATIONS), 4, (8,)))
-    learner = refined(PPOSettings(), network)
+    network = widened(ActorCritic(Features(OBSERVATIONS), 4, (8,), masked=masked))
+    learner = refined(PPOSettings(), network, masked=masked)
     n = 20_000
     observation = np.tile(np.array([[0.3, -0.2, 0.5]], np.float32), (n, 1))
     masks = np.tile(np.array([[True, False, True, True]]), (n, 1)) if masked else None
     with torch.no_grad():
-        odds = network(torch.from_numpy(observation[:1]))[0][0].exp().numpy()
+        odds = network.actor(torch.from_numpy(observation[:1]))[0].exp().numpy()
     if masked:
         odds[1] = 0
     odds = odds / odds.sum()
-    actions, log_probs, values = learner.act(observation, masks)
+    outputs = outputs_of(learner, observation, masks)
+    actions, columns = learner.explore(outputs, np.random.default_rng(0), START)
     np.testing.assert_allclose(np.bincount(actions, minlength=4) / n, odds, atol=0.015)
-    np.testing.assert_allclose(np.exp(log_probs), odds[actions], rtol=1e-4)
-    assert (learner.act(observation[:5], None if masks is None else masks[:5], greedy=True)[0] == odds.argmax()).all()
-    np.testing.assert_allclose(values, learner.values(observation), rtol=1e-5)
+    np.testing.assert_allclose(np.exp(columns["log_prob"]), odds[actions], rtol=1e-4)
+    assert (learner.greedy(outputs) == odds.argmax()).all()
+    np.testing.assert_allclose(learner.in_rewards(outputs["value"]), learner.values(observation), rtol=1e-5)
 
 
 # ---- from a replay

@@ -40,9 +40,9 @@ def test_the_servers_configuration_allows_models_of_local_trainings_over_grpc():
     from jurybox.server.settings.config import ModelSettings
 
     settings = load_settings(ROOT / "docker" / "server.toml")
-    for factory in ("actor_critic", "choosing_policy", "gym_policy"):
-        model = ModelSettings(factory=f"jurybox.training.algorithms.served_networks:{factory}", publish="double_buffer")
-        require_loadable_from_elsewhere(settings, "policy/mine", model, 60.0)
+    factory = "jurybox.training.algorithms.served_networks:gym_policy"
+    model = ModelSettings(factory=factory, publish="double_buffer")
+    require_loadable_from_elsewhere(settings, "policy/mine", model, 60.0)
     assert SERVICES["server"]["environment"]["JURYBOX_GRPC"].startswith("0.0.0.0:")
 
 

@@ -18,8 +18,8 @@ from jurybox.client import Refused, ServerGone
 from jurybox.studies.hockey.settings import HockeyTraining
 from jurybox.studies.photo import train as photo_run
 from jurybox.studies.photo.evaluation import evaluate_policy
-from jurybox.studies.workflow import served as workflow_served
-from jurybox.studies.workflow.served import ServedDefender, WeightsNotAdopted
+from jurybox.studies.workflow import policy as workflow_policy
+from jurybox.studies.workflow.policy import Defender, ServedNetwork, WeightsNotAdopted
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training import interrupts
 from jurybox.training.algorithms.ppo import PPOSettings
@@ -187,12 +187,12 @@ class Stubborn:
 
 def test_a_server_that_never_adopts_weights_is_given_up(monkeypatch):
     model = Stubborn()
-    learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2)
+    learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2, masked=True)
     publisher = SimpleNamespace(publish=lambda state: 1)
-    policy = ServedDefender(learner, model, publisher, adopted=0.2)
+    policy = Defender(learner, ServedNetwork(learner, model, publisher, adopted=0.2))
     with pytest.raises(WeightsNotAdopted, match="has not adopted version 1 .* within 0.2 s"):
         policy.act(np.zeros((1, 4), np.float32))
-    assert 2 < model.asked <= 0.2 / workflow_served._PAUSE + 2, "it pauses in between"
+    assert 2 < model.asked <= 0.2 / workflow_policy._PAUSE + 2, "it pauses in between"
 
 
 def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(tmp_path, monkeypatch):

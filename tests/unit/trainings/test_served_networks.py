@@ -8,7 +8,6 @@ import torch
 
 from jurybox.server.inproc import InprocServer
 from jurybox.training.algorithms import served_networks
-from jurybox.training.algorithms.networks import ActorCritic, Features
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
 from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
@@ -46,6 +45,3 @@ def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():
             answer = server.model("policy").infer(seen)
             found = answer["logits"] if algorithm == "ppo" else answer
             np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-6)
-    network = ActorCritic(Features(5), 4, (8,))
-    served = served_networks.actor_critic(5, 4, (8,))
-    served.module.load_state_dict(network.state_dict())

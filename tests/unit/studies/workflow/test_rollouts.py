@@ -15,6 +15,7 @@ from tests.unit.algorithms.acting import refined
 from jurybox.studies.workflow.cage import CageEnv, CageVectorEnv
 from jurybox.studies.workflow.cage.tables import INDEX, Blue, action
 from jurybox.studies.workflow.environments import TRUTH
+from jurybox.studies.workflow.policy import Defender
 from jurybox.studies.workflow.rollouts import INPUTS, play
 from jurybox.studies.workflow.settings import parse
 from jurybox.training.algorithms.ppo import PPOSettings, advantages_of
@@ -164,11 +165,11 @@ class Cut(CageVectorEnv):
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_network_that_was_truncated_is_bootstrapped_and_its_reset_is_not_learned_from(restarted) -> None:
     s = PPOSettings(normalise_returns=True)
-    learner = refined(s, inputs=INPUTS, actions=145)
+    learner = refined(s, inputs=INPUTS, actions=145, masked=True)
     learner.returns = (-60.0, 20.0, 5)  # the critic's scale after some updates of this task
     env = Cut(2, episode_length=20, restarted=restarted)
     env.reset(seed=0)
-    rollout, episodes = play(env, learner, None, steps=20, weight=0.0)
+    rollout, episodes = play(env, Defender(learner), None, steps=20, weight=0.0)
     lost = [4] if restarted else []
     assert rollout.ended[:, 0].nonzero()[0].tolist() == [*([3] if restarted else []), 4, 5, 19]
     assert rollout.ended[:, 1].nonzero()[0].tolist() == [19] and rollout.valid[:, 1].all()

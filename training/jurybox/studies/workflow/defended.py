@@ -15,12 +15,13 @@ from jurybox.studies.workflow.cage.tables import N_ACTIONS
 from jurybox.studies.workflow.rollouts import INPUTS, Doubts, Orders, network_input, order_masks, possible_actions
 from jurybox.studies.workflow.settings import WorkflowTraining, parse
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.spaces import MASK
 
 Row = npt.NDArray[np.float32]
 
 
 class Defended(gymnasium.Env[Row, int]):
-    """Observations are the input of a search's network and the action mask (1: allowed), float32 (INPUTS + 145,).
+    """Observations are the input of a search's network, float32 (INPUTS,); infos have the "action_mask", bool (145,).
 
     Args:
         order: the workflow that the policy sees, "enterprise > op_server > ..." or types' numbers; None for none.
@@ -53,7 +54,7 @@ class Defended(gymnasium.Env[Row, int]):
             raise ConfigError(f"there is no such network to defend: {error}") from error
         self._networks = environments.maker(settings, range(1))()
         self._masks_order, self._masks_impossible, self._length = order_masks, use_masks, episode_length
-        self.observation_space = spaces.Box(0.0, np.inf, (INPUTS + N_ACTIONS,), np.float32)
+        self.observation_space = spaces.Box(0.0, np.inf, (INPUTS,), np.float32)
         self.action_space = spaces.Discrete(N_ACTIONS)  # type: ignore[assignment]
         self.render_mode = render_mode
         self._doubts, self._steps = Doubts(1), 0
@@ -62,7 +63,7 @@ class Defended(gymnasium.Env[Row, int]):
         super().reset(seed=seed)
         observation, info = self._networks.reset(seed=seed, options=options)
         self._doubts, self._steps = Doubts(1), 0
-        return self._row(observation, info), {}
+        return self._seen(observation, info)
 
     def step(self, action: int) -> tuple[Row, float, bool, bool, dict[str, Any]]:
         chosen = np.array([action], np.int64)
@@ -70,12 +71,13 @@ class Defended(gymnasium.Env[Row, int]):
         self._doubts.see(chosen, observation)
         self._steps += 1
         over = bool(terminated[0])
-        return self._row(observation, info), float(rewards[0]), over, not over and self._steps >= self._length, {}
+        row, told = self._seen(observation, info)
+        return row, float(rewards[0]), over, not over and self._steps >= self._length, told
 
     def close(self) -> None:
         self._networks.close()
 
-    def _row(self, observation: npt.NDArray[Any], info: dict[str, Any]) -> Row:
+    def _seen(self, observation: npt.NDArray[Any], info: dict[str, Any]) -> tuple[Row, dict[str, Any]]:
         allowed = np.ones((1, N_ACTIONS), np.bool_)
         if self._masks_impossible:
             allowed &= possible_actions(self._networks, info)
@@ -83,4 +85,4 @@ class Defended(gymnasium.Env[Row, int]):
             allowed &= order_masks(self._doubts.hosts(observation), self._orders)
         seen = np.zeros((1, INPUTS), np.float32)
         network_input(seen, observation, self._orders, self._doubts)
-        return np.concatenate([seen[0], allowed[0].astype(np.float32)])
+        return seen[0], {MASK: allowed[0]}

@@ -209,7 +209,7 @@ Part = VectorEnv[Any, Any, Any]
 
 
 class MaskedPolicy(Protocol):
-    """Acts under masks: `PPO`, or one on a server."""
+    """Acts under masks: a `policy.Defender`."""
 
     def act(
         self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False

@@ -18,11 +18,10 @@ from threadpoolctl import threadpool_limits
 
 from jurybox.protocol.wire import build_version
 from jurybox.studies.workflow import environments
-from jurybox.studies.workflow.cage.tables import N_ACTIONS, UNIT_TYPES
+from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.studies.workflow.environments import Parts
+from jurybox.studies.workflow.policy import FACTORY, network_of, policies
 from jurybox.studies.workflow.report import conclusion, render
-from jurybox.studies.workflow.rollouts import INPUTS
-from jurybox.studies.workflow.served import served_policy
 from jurybox.studies.workflow.settings import WorkflowTraining, describe
 from jurybox.studies.workflow.trainer import OrderEvaluation, WorkflowTrainer
 from jurybox.training import interrupts
@@ -150,7 +149,7 @@ def run(
         resumed_at = 0 if found is None else found.env_steps
         made = networks(settings, spread, serial=serial, resumed_at=resumed_at)
         env, evaluation, restarts = held.enter_context(made)
-        policy = held.enter_context(served_policy(settings, folder / "server.log"))
+        policy = held.enter_context(policies(settings, folder / "server.log"))
         trainer = WorkflowTrainer(settings, env, evaluation, policy)
         write_settings(folder, settings)
         log.add_trackers(trackers())
@@ -255,9 +254,8 @@ def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, t
     from jurybox.training.policies import Acts, Description
 
     settings = trainer.settings
-    network = {"observation": INPUTS, "actions": N_ACTIONS, "hidden": list(settings.ppo.hidden)}
-    factory = "jurybox.training.algorithms.served_networks:masked_policy"
-    acts = Acts(factory, network, "weights-policy.state", output="logits", choose="draw")  # as in evaluations
+    network = network_of(settings.ppo.hidden)
+    acts = Acts(FACTORY, network, "weights-policy.state", output="logits", choose="draw")  # as in evaluations
     kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks")
     arguments = {name: getattr(settings, name) for name in kept}
     arguments["order"] = None if trainer.order is None else describe(trainer.order)

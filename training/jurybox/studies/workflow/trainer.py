@@ -15,13 +15,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from jurybox.studies.workflow.cage.tables import N_ACTIONS
 from jurybox.studies.workflow.gp_ucb import Proposal, Trial, WorkflowSearch
-from jurybox.studies.workflow.rollouts import INPUTS, MaskedPolicy, Part, PlayedEpisodes, play, share
+from jurybox.studies.workflow.policy import Defender, OwnNetwork, learner_of
+from jurybox.studies.workflow.rollouts import Part, PlayedEpisodes, play, share
 from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTraining
 from jurybox.training.algorithms.base import Progress, Rollout
-from jurybox.training.algorithms.ppo import PPO, RefinedPPO
+from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.roles.policy_client import PolicyClient
 from jurybox.training.runtime.role_context import check_losses
 
 Parts = tuple[Part, ...]
@@ -96,18 +97,24 @@ class WorkflowTrainer:
     Args:
         env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
             other random numbers.
-        policy: makes the policy that acts for a learner; by default the learner itself.
+        policy: makes the client that computes a learner's network; by default this process.
 
     Attributes:
         on_progress: called at every step of every rollout with the number of trained episodes (with the current share
             of one) and, during an evaluation, its finished share.
     """
 
-    def __init__(self, settings: WorkflowTraining, env: Parts, evaluation: Parts, policy: Any = None) -> None:
+    def __init__(
+        self,
+        settings: WorkflowTraining,
+        env: Parts,
+        evaluation: Parts,
+        policy: Callable[[PPO], PolicyClient] = OwnNetwork,
+    ) -> None:
         self.settings = settings
         self.on_progress: Callable[[float, float | None], None] = lambda episodes, evaluated: None
         self._env, self._evaluation = env, evaluation
-        self._make_policy = policy or (lambda learner: learner)
+        self._make_policy = policy
         self.search = WorkflowSearch(
             beta=settings.beta,
             length=settings.length,
@@ -129,7 +136,8 @@ class WorkflowTrainer:
         self._began = 0  # episodes when this workflow's training began
         self._kept: tuple[float, dict[str, Any]] | None = None  # best policy of the final phase
         self.last: dict[str, Any] | None = None  # at the end: the learner's last weights, before it loads the best ones
-        self.learner, self._policy = self._new_learner()
+        self.learner, self._random = self._new_learner()
+        self._policy = self._defender()
 
     @property
     def done(self) -> bool:
@@ -315,6 +323,7 @@ class WorkflowTrainer:
             "prices": [asdict(each) for each in self.prices],
             "kept": self._kept,
             "learner": self.learner.state_dict(),
+            "random": self._random.bit_generator.state,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -334,7 +343,8 @@ class WorkflowTrainer:
         kept = state["kept"]
         self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
         self.learner.load_state_dict(state["learner"])
-        self._policy = self._make_policy(self.learner)
+        self._random.bit_generator.state = state["random"]
+        self._policy = self._defender()
         if self.phase == DONE and self.episodes < self.settings.total_episodes:
             # The run has got a larger budget since its end: the search goes on with the policy that was evaluated.
             self.phase, self.final, self.prices, self._kept = SEARCH, None, [], None
@@ -344,7 +354,8 @@ class WorkflowTrainer:
         self._began = self.episodes
         if not self.settings.inherit:
             self._learner_steps += self.learner.gradient_steps
-            self.learner, self._policy = self._new_learner()
+            self.learner, self._random = self._new_learner()
+            self._policy = self._defender()
 
     def _update_phase(self, played: PlayedEpisodes) -> None:
         settings, total = self.settings, self.settings.total_episodes
@@ -392,7 +403,7 @@ class WorkflowTrainer:
         self.last = copy.deepcopy(self.learner.acting.state_dict())
         if self._kept is not None:
             self.learner.acting.load_state_dict(self._kept[1])
-            self._policy = self._make_policy(self.learner)
+            self._policy = self._defender()
         self.final = self.evaluate(self.best, 10 * settings.evaluation_episodes)
         if self._mixes:
             self.prices = self.price(5 * settings.evaluation_episodes)
@@ -407,12 +418,15 @@ class WorkflowTrainer:
             found.append(OrderEvaluation(kind, self.evaluate(orders, episodes), anyway.obedience))
         return found
 
-    def _new_learner(self) -> tuple[PPO, MaskedPolicy]:
+    def _new_learner(self) -> tuple[PPO, np.random.Generator]:
         # Without inheritance each workflow gets a network of its own, from a seed of its own.
         seed = np.random.SeedSequence((self.settings.seed, len(self.tried))).generate_state(1)[0]
-        learner = RefinedPPO.of(self.settings.ppo, INPUTS, N_ACTIONS)
+        learner = learner_of(self.settings.ppo)
         learner.setup(int(seed), "cpu")
-        return learner, self._make_policy(learner)
+        return learner, np.random.default_rng(seed)
+
+    def _defender(self) -> Defender:
+        return Defender(self.learner, self._make_policy(self.learner), self._random)
 
 
 def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tuple[Rollout, PlayedEpisodes]:

@@ -213,29 +213,6 @@ class PPO(Algorithm):
         self.returns: tuple[float, float, int] = (0.0, 1.0, 0)
         self.gradient_steps = 0
 
-    def act(
-        self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
-    ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        """Actions int64 (n,), their log-probabilities and the values float32 (n,) of observations (n, inputs)."""
-        with torch.inference_mode():
-            logits, values = self.acting(torch.from_numpy(observations).to(self.device))
-        return self.choose(logits.cpu(), values.cpu(), masks, greedy=greedy)
-
-    def choose(
-        self, logits: Tensor, values: Tensor, masks: npt.NDArray[np.bool_] | None, *, greedy: bool = False
-    ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-        """`act` for given outputs of the network."""
-        with torch.inference_mode():
-            log_probs = networks.masked(logits, None if masks is None else torch.from_numpy(masks))
-            scores = log_probs
-            if not greedy:
-                # The largest of log-probabilities plus Gumbel noise is a draw from the distribution.
-                noise = torch.empty_like(log_probs).exponential_(generator=self.generator)
-                scores = log_probs - noise.log()
-            actions = scores.argmax(-1)
-            chosen = log_probs.gather(1, actions[:, None]).squeeze(1)
-            return actions.numpy(), chosen.numpy(), self._in_rewards(values.numpy())
-
     def values(self, observation: Array) -> Floats:
         """Values float32 (n,) of rows (n, ...)."""
         found = np.empty(len(observation), np.float32)
@@ -244,7 +221,7 @@ class PPO(Algorithm):
             with torch.inference_mode():
                 rows = torch.from_numpy(observation[first : first + _ROWS_AT_ONCE]).to(self.device)
                 found[first : first + len(rows)] = self.acting.value(rows).cpu().numpy()
-        return self._in_rewards(found)
+        return self.in_rewards(found)
 
     def update(self, batch: Rollout, progress: Progress) -> Update:
         """Learn from a rollout of this policy; the metrics are mean losses and diagnostics."""
@@ -341,7 +318,8 @@ class PPO(Algorithm):
         mean += weight * (float(returns.mean()) - mean)
         self.returns = mean, max(variance**0.5, 1e-3), seen + 1
 
-    def _in_rewards(self, values: Floats) -> Floats:
+    def in_rewards(self, values: Floats) -> Floats:
+        """Return the network's values in units of rewards."""
         mean, deviation, _ = self.returns
         return (values * deviation + mean).astype(np.float32)
 
@@ -364,7 +342,7 @@ class RefinedPPO(PPO):
         return self.settings.rules
 
     @classmethod
-    def of(cls, rules: PPOSettings, inputs: int, actions: int) -> RefinedPPO:
+    def of(cls, rules: PPOSettings, inputs: int, actions: int, *, masked: bool = False) -> RefinedPPO:
         """Create one that sees so many numbers and chooses one of so many actions."""
-        spec = AgentSpec((Leaf(ALONE, (inputs,), "float32"),), ActionSpec(True, actions))
+        spec = AgentSpec((Leaf(ALONE, (inputs,), "float32"),), ActionSpec(True, actions), masked=masked)
         return cls(cls.Settings.model_validate({"rules": rules}), spec)

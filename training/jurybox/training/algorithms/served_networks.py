@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
 from jurybox.training.algorithms import served
 from jurybox.training.algorithms.base import AlgorithmUnusable
-from jurybox.training.algorithms.networks import ActorCritic, Features
 from jurybox.training.algorithms.registry import ALGORITHMS
 
 
@@ -45,27 +44,3 @@ def gym_policy(algorithm: str, settings: Mapping[str, Any], spec: Mapping[str, A
     if algorithm not in ALGORITHMS:
         raise AlgorithmUnusable(f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
     return served.policy(algorithm, settings, spec)
-
-
-def actor_critic(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
-    """A network from float32 (observation,) to logits (actions,) and a value in the learner's scale."""
-    network = ActorCritic(Features(observation), actions, hidden)
-    return served_model(network, (observation,), {"logits": (actions,), "value": ()})
-
-
-class _Masked(ActorCritic):
-    def __init__(self, inputs: int, actions: int, hidden: Sequence[int]) -> None:
-        super().__init__(Features(inputs), actions, hidden)
-        self._inputs = inputs
-
-    def forward(self, observation: Tensor) -> Tensor:  # type: ignore[override]
-        logits: Tensor = self.actor(observation[:, : self._inputs])
-        return logits.masked_fill(observation[:, self._inputs :] < 0.5, -1e9)
-
-
-def masked_policy(observation: int, actions: int, hidden: Sequence[int]) -> ServedModel:
-    """A policy from float32 (observation + actions,) to logits (actions,).
-
-    The last `actions` inputs are the mask: 1 for an action that may be chosen, 0 otherwise.
-    """
-    return served_model(_Masked(observation, actions, hidden), (observation + actions,), {"logits": (actions,)})

@@ -1,0 +1,201 @@
+"""A search's policy: its algorithm, and the clients that compute its network, in this process or on a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from jurybox.client import Model, Publisher, Reply, Timeout, connect
+from jurybox.client.remote.weights import RemotePublisher
+from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.rollouts import INPUTS
+from jurybox.studies.workflow.settings import WorkflowTraining
+from jurybox.training import interrupts
+from jurybox.training.algorithms.base import Arrays, Progress
+from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
+from jurybox.training.roles.policy_client import NEWEST, PolicyClient
+from jurybox.training.runtime.plan import RunError
+from jurybox.training.runtime.serving import served_models
+from jurybox.training.spaces import ALONE, MASK, ActionSpec, AgentSpec, Leaf
+
+MODEL = "policy/workflow"
+FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"
+SPEC = AgentSpec((Leaf(ALONE, (INPUTS,), "float32"),), ActionSpec(True, N_ACTIONS), masked=True)
+
+_ADOPTED = 30.0  # seconds to wait for published weights: an engine that restarts meanwhile has to import torch
+_ANSWER = 30.0  # seconds to wait for an answer
+_PAUSE = 0.002  # seconds between two requests while the weights are too old
+_CONNECT = 30.0  # time-out of the connection, seconds
+_ANY = Progress(0, 1)  # PPO draws from its own distribution, at any time
+
+Floats = npt.NDArray[np.float32]
+
+
+def learner_of(rules: PPOSettings) -> RefinedPPO:
+    """Return the algorithm of a search."""
+    return RefinedPPO.of(rules, INPUTS, N_ACTIONS, masked=True)
+
+
+def network_of(hidden: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of `FACTORY` for its network, as values of JSON and TOML."""
+    return {"algorithm": "ppo", "settings": {"hidden": list(hidden)}, "spec": SPEC.as_dict()}
+
+
+class Defender:
+    """A learner's policy in rollouts: actions under masks, their log-probabilities, and values in units of rewards.
+
+    Args:
+        learner: of actions that are chosen, with masks.
+        policy: computes its network; None: this process.
+        rng: draws actions.
+    """
+
+    def __init__(
+        self, learner: PPO, policy: PolicyClient | None = None, rng: np.random.Generator | None = None
+    ) -> None:
+        self._learner, self._policy = learner, policy or OwnNetwork(learner)
+        self._rng = rng or np.random.default_rng(0)
+
+    def act(
+        self, observations: Floats, masks: npt.NDArray[np.bool_] | None = None, *, greedy: bool = False
+    ) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+        """Return actions int64 (n,), their log-probabilities and the values, float32 (n,).
+
+        Args:
+            observations: (n, INPUTS).
+            masks: bool (n, actions), of those that may be chosen; None: all.
+            greedy: take the most probable actions, each with the probability 1.
+        """
+        learner = self._learner
+        allowed = np.ones((len(observations), learner.spec.action.size), np.bool_) if masks is None else masks
+        outputs = self._policy.outputs({ALONE: observations, MASK: allowed})
+        values = learner.in_rewards(outputs["value"])
+        if greedy:
+            return learner.greedy(outputs), np.zeros_like(values), values
+        actions, columns = learner.explore(outputs, self._rng, _ANY)
+        return actions, columns["log_prob"], values
+
+
+class OwnNetwork(PolicyClient):
+    """The network that a learner learns, as it is, in the learner's process and on its device."""
+
+    def __init__(self, learner: PPO) -> None:
+        self._learner = learner
+
+    @property
+    def version(self) -> int:
+        return self.updates
+
+    @property
+    def updates(self) -> int:
+        return self._learner.gradient_steps
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return {}
+
+    def submit(self, observation: Arrays, who: str = NEWEST, split: int = 0) -> Callable[[], Arrays]:
+        def outputs() -> Arrays:
+            learner = self._learner
+            given = (torch.from_numpy(observation[name]).to(learner.device) for name in learner.spec.arguments)
+            with torch.inference_mode():
+                found = learner.acting(*given)
+            return {name: each.cpu().numpy() for name, each in zip(learner.outputs, found, strict=True)}
+
+        return outputs
+
+
+class WeightsNotAdopted(RunError):
+    """The policy server does not use the published weights."""
+
+
+class ServedNetwork(PolicyClient):
+    """The network that a learner learns, computed by a server.
+
+    PPO needs actions of the policy that it updates, and the server adopts weights between two batches. So a request is
+    repeated until the answer is of the version that was published last. Every answer is looked at, because a server
+    may have several engines, each of which adopts weights at its own time.
+
+    Args:
+        adopted: seconds within which the server has to adopt a publication.
+
+    Raises:
+        WeightsNotAdopted: raised with the outputs if the server has not adopted the weights in this time.
+    """
+
+    def __init__(
+        self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
+    ) -> None:
+        self._learner, self._model, self._publisher = learner, model, publisher
+        self._timeout = adopted
+        self._published: tuple[int, int] | None = None  # gradient steps, version
+
+    @property
+    def version(self) -> int:
+        return 0 if self._published is None else self._published[1]
+
+    @property
+    def updates(self) -> int:
+        return 0 if self._published is None else self._published[0]
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        return {}
+
+    def submit(self, observation: Arrays, who: str = NEWEST, split: int = 0) -> Callable[[], Arrays]:
+        steps = self._learner.gradient_steps
+        if self._published is None or self._published[0] != steps:
+            self._published = steps, self._publisher.publish(self._learner.acting.state_dict())
+        version, until = self._published[1], time.monotonic() + self._timeout
+
+        def outputs() -> Arrays:
+            while True:
+                reply = self._asked(observation)
+                if reply.version >= version:
+                    found: Arrays = reply.outputs
+                    return found
+                interrupts.check()
+                if time.monotonic() > until:
+                    raise WeightsNotAdopted(
+                        f"the policy server has not adopted version {version} of {MODEL} within {self._timeout:g} s; "
+                        f"its answers are of version {reply.version}. Its log (server.log) says why; go on from the "
+                        "newest checkpoint with --resume, or with --policy local"
+                    )
+                time.sleep(_PAUSE)
+
+        return outputs
+
+    def _asked(self, observation: Arrays) -> Reply:
+        ticket = self._model.submit(observation)
+        try:
+            return ticket.result(timeout=_ANSWER)
+        except Timeout:
+            # All processes may have been stopped meanwhile, as by `docker pause`: then the answer comes now.
+            return ticket.result(timeout=_ANSWER)
+
+
+@contextmanager
+def policies(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], PolicyClient]]:
+    """Provide a function that makes the client of a learner's network.
+
+    Use it in a ``with`` statement; a served policy is served until the end of the block.
+    """
+    if settings.policy == "local":
+        yield OwnNetwork
+        return
+    arguments = network_of(settings.ppo.hidden)
+    made = {MODEL: {"factory": FACTORY, "args": arguments, "publish": "double_buffer", "max_batch": settings.envs}}
+    with (
+        served_models(made, settings.server, log, http=settings.server_http) as served,
+        connect(served.address, timeout=_CONNECT) as connection,
+        connection.publisher(served.names[MODEL]) as publisher,
+    ):
+        model = connection.model(served.names[MODEL], rows=settings.envs)
+        yield lambda learner: ServedNetwork(learner, model, publisher)
