@@ -89,8 +89,8 @@ def connect(
     if where.startswith("tcp://"):
         if not re.fullmatch(r"tcp://[^/]+:\d{1,5}", where):
             raise _no_address(where)
-        from jurybox.client.remote.connection import keys
-        from jurybox.client.remote.tcp import TcpLink
+        from jurybox.client.remote.keys import keys
+        from jurybox.client.remote.tcp_link import TcpLink
 
         return Server(where, TcpLink(where, keys(server_key, client_key), wait), timeout, again, priority)
     if where.startswith(("grpc://", "grpcs://")):

@@ -17,7 +17,7 @@ from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
 from jurybox.client import ProtocolMismatch, Refused, RowFailed, Timeout, connect
-from jurybox.client.remote import grpc_channel, weights
+from jurybox.client.remote import grpc_channel, grpc_stream, weights
 from jurybox.protocol import open_inference_pb2 as pb
 
 ROW = np.array([[1, 2, 3, 4]], np.float32)
@@ -221,7 +221,7 @@ def test_a_handler_at_any_place_of_a_transfer_of_weights_is_answered_or_refused(
             assert "a transfer of the weights of 'policy' is under way in this thread" in str(error)
             came.append("refused")
 
-    files = (weights.__file__, grpc_channel.__file__)
+    files = (weights.__file__, grpc_channel.__file__, grpc_stream.__file__)
     try:
         for moment in each_moment(files, handler, 3):
             with moment:

@@ -9,7 +9,8 @@ import zmq.auth
 from tests.serving import serving, wait_until
 
 from jurybox.client import Busy, Refused, ServerGone, SpecMismatch, connect
-from jurybox.client.remote.connection import keys, open_socket
+from jurybox.client.remote.connection import open_socket
+from jurybox.client.remote.keys import keys
 from jurybox.protocol import wire
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, LoadRequest, ReleaseRequest
 from jurybox.protocol.errors import Code

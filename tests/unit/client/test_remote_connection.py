@@ -45,7 +45,7 @@ def test_an_idle_connection_stays_open(context, impatient):
 
 
 def test_a_connection_to_this_host_says_that_it_waits_where_nothing_listens(monkeypatch, caplog):
-    monkeypatch.setattr("jurybox.client.remote.tcp._ATTEMPT", 0.3)
+    monkeypatch.setattr("jurybox.client.remote.tcp_link._ATTEMPT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as once:
         where = f"127.0.0.1:{once.getsockname()[1]}"
     with pytest.raises(ServerGone, match=f"within 1.0 s: .*; nothing listens on {where}$"):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
-from jurybox.client.remote.grpc_channel import RemoteStream
+from jurybox.client.remote.grpc_stream import RemoteStream
 from jurybox.protocol import forks
 from jurybox.protocol import remote_weights_pb2 as pb
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
