@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.lane import row_failed
-from jurybox.client.pieces import rows_come_back
 from jurybox.client.row_allocator import version_of
 from jurybox.client.row_codec import NO_SHAPE, SESSIONS, Checked, shaped
 from jurybox.client.session_book import Mask, Numbers, SessionBook, require_rows, resets
+from jurybox.client.session_state import StateRequests
 from jurybox.client.ticket import Reply, Ticket, send_rows
-from jurybox.protocol.arena import LOAD, NO_FORWARD, SESSION, STORE
+from jurybox.protocol.arena import LOAD, SESSION, STORE
 from jurybox.protocol.errors import (
-    Busy,
     Error,
     Refused,
     RowFailed,
@@ -35,7 +33,6 @@ from jurybox.protocol.row_arrays import array_of
 
 if TYPE_CHECKING:
     from jurybox.client.call_rows import CallRow
-    from jurybox.client.lane import Lane
     from jurybox.client.requests import Requests
 
 
@@ -54,6 +51,7 @@ class Sessions(Closing):
         self._requests = requests
         self._n = n
         self._book = SessionBook(requests.name, n)
+        self._state = StateRequests(requests, self._book)
         self._pinned = np.zeros(n, np.uint64) if pin_version else None
         self.version = 0
         self._all = self._book.all
@@ -331,7 +329,8 @@ class Sessions(Closing):
             ServerGone: the server ended, and was not restarted in time.
             Refused: the transport or the server does not support reading states.
         """
-        return self._state(self._book.ids(session), STORE, {}, timeout)
+        self._refuse_nested()
+        return self._state.exchanged(self._book.ids(session), STORE, {}, timeout)
 
     def set_state(
         self, state: Mapping[str, NDArray[Any]], session: Numbers | None = None, *, timeout: float | None = None
@@ -357,7 +356,18 @@ class Sessions(Closing):
                     f"state {name!r}: expected {spec.dtype} of shape {(len(ids), *spec.shape)}, came "
                     f"{given[name].dtype} of shape {given[name].shape}"
                 )
-        self._state(ids, LOAD, given, timeout)
+        self._refuse_nested()
+        self._state.exchanged(ids, LOAD, given, timeout)
+
+    async def exchange_state_async(
+        self, ids: Numbers, reset: Mask, state: Mapping[str, NDArray[Any]] | None, timeout: float
+    ) -> dict[str, NDArray[Any]]:
+        """Call `get_state`, or `set_state` if a state is given, as a coroutine; for the gateway.
+
+        Args:
+            reset: mask of the sessions that are reset to the initial state before the state is read.
+        """
+        return await self._state.exchanged_async(self._book.ids(ids), np.asarray(reset, np.bool_), state, timeout)
 
     def close(self) -> None:
         """End the sessions and release their rows."""
@@ -427,107 +437,6 @@ class Sessions(Closing):
             raise row_failed(self._requests.name, answers.errors, len(ids), outputs, used)
         return outputs, used
 
-    def _state(
-        self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], timeout: float | None
-    ) -> dict[str, NDArray[Any]]:
-        self._refuse_nested()
-        deadline = self._requests.turns.deadline(timeout)
-        exchange = partial(self._state_in_turn, ids, flag, state, deadline)
-        try:
-            return self._requests.turns.run(exchange, deadline)
-        except StaleLease:
-            pass
-        return self._requests.turns.run(exchange, deadline)  # on a new lane: no state of the old one was needed
-
-    def _state_in_turn(
-        self, ids: NDArray[np.intp], flag: int, state: Mapping[str, NDArray[Any]], deadline: int
-    ) -> dict[str, NDArray[Any]]:
-        self._book.settle_broken_off()
-        if flag == STORE:
-            self._book.require(ids)
-        lane, found = self._requests.usable(), []
-        for part, steps, given in self._state_parts(lane, ids, flag, state):
-            with (
-                self._book.stepping(part, steps),
-                self._state_sent(lane, part, steps, flag, given, deadline) as ticket,
-            ):
-                found.append(ticket.waited_for(deadline).outputs)
-        return _concatenated(found)
-
-    async def exchange_state_async(
-        self, ids: Numbers, reset: Mask, state: Mapping[str, NDArray[Any]] | None, timeout: float
-    ) -> dict[str, NDArray[Any]]:
-        """Call `get_state`, or `set_state` if a state is given, as a coroutine; for the gateway.
-
-        Args:
-            reset: mask of the sessions that are reset to the initial state before the state is read.
-        """
-        requests, deadline, numbers = self._requests, self._requests.turns.deadline(timeout), self._book.ids(ids)
-        begin = np.asarray(reset, np.bool_)
-        flag = STORE if state is None else LOAD
-
-        def first_look() -> Lane:
-            self._book.settle_broken_off()
-            if flag == STORE:
-                self._book.require(numbers[~begin])
-            return requests.usable()
-
-        lane, found = await requests.turns.alone(first_look, deadline), []
-        for part, steps, given in self._state_parts(lane, numbers, flag, state or {}, begin):
-            with self._book.stepping(part, steps):
-                send = partial(self._state_sent, lane, part, steps, flag, given, deadline)
-                while True:
-                    try:
-                        sent = await requests.turns.alone(send, deadline)
-                        break
-                    except Busy:
-                        await rows_come_back(requests.turns, lane, deadline)
-                with sent as ticket:
-                    left = (deadline - time.monotonic_ns()) / 1e9
-                    found.append((await ticket.result_async(left)).outputs)
-        return _concatenated(found)
-
-    def _state_parts(
-        self,
-        lane: Lane,
-        ids: NDArray[np.intp],
-        flag: int,
-        state: Mapping[str, NDArray[Any]],
-        begin: NDArray[np.bool_] | None = None,
-    ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint32], dict[str, NDArray[Any]]]]:
-        """Split the sessions into requests: yield the sessions of each, their steps and their state."""
-        most = min(self._requests.max_batch, lane.rows)
-        for at in range(0, len(ids), most):
-            part = ids[at : at + most]
-            steps = self._book.next[part] if flag == STORE else np.zeros(len(part), np.uint32)
-            if begin is not None:
-                steps[begin[at : at + most]] = 0
-            yield part, steps, {name: array[at : at + most] for name, array in state.items()}
-
-    def _state_sent(
-        self,
-        lane: Lane,
-        ids: NDArray[np.intp],
-        steps: NDArray[np.uint32],
-        flag: int,
-        state: Mapping[str, NDArray[Any]],
-        deadline: int,
-    ) -> _StateTicket:
-        """Send a request that reads or writes state without computing."""
-        requests, columns = self._requests, lane.columns
-        if columns.sessions is None:
-            raise Refused(f"model {requests.name!r} no longer keeps state")
-        ticket = _StateTicket(requests.turns, lane, requests.found(lane, len(ids)))
-        rows = slice(ticket.first, ticket.first + ticket.rows)
-        columns.sessions["slot"][rows], columns.sessions["step"][rows] = ids, steps
-        columns.sessions["flags"][rows] = flag | NO_FORWARD
-        for extents in columns.input_extents.values():
-            extents[rows] = 0
-        for name, array in state.items():
-            columns.state_in[name][rows] = array
-        ticket.send(deadline)
-        return ticket
-
 
 class _Answers:
     """The answers to a request of some sessions, one for each weights version.
@@ -583,33 +492,6 @@ class _StepTicket(Ticket):
         reply = super()._collected()
         self.sessions.version = reply.version
         return reply
-
-
-class _StateTicket(Ticket):
-    """A ticket whose outputs are the state of its rows after the request. Leaving a ``with`` gives it up."""
-
-    __slots__ = ()
-
-    def send(self, deadline: int) -> None:
-        self._send(deadline, 0)
-
-    def waited_for(self, deadline: int) -> Reply:
-        return self._waited_for(deadline)
-
-    def _collected(self) -> Reply:
-        answer = self._checked()
-        rows = slice(self.first, self.first + self.rows)
-        return Reply({name: array[rows].copy() for name, array in self._lane.columns.state_out.items()}, answer.version)
-
-    def __enter__(self) -> _StateTicket:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._give_up()
-
-
-def _concatenated(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _of(given: Checked, part: NDArray[np.intp]) -> Checked:
