@@ -52,7 +52,7 @@ def running(tmp_path_factory, gate):
 @pytest.fixture(params=["shm", "zmq", "tcp", "libzmq", "grpc"])
 def connecting(request, running, monkeypatch):
     if request.param == "libzmq":  # as with keys
-        monkeypatch.setattr(tcp, "can_dial", lambda _: False)
+        monkeypatch.setattr(tcp_link, "can_dial", lambda _: False)
     options = {"transport": request.param} if request.param in ("shm", "zmq") else {}
 
     def connecting(timeout=30.0):
