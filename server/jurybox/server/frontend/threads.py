@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,10 +31,10 @@ class ThreadPool:
         self._not_started = WORKERS
 
     async def run(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in one of the threads, and return what it returns or raise what it raises."""
+        """Call a function in one of the threads, for the request of this task, and return what it returns or raises."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
-        task = (loop, done, action, arguments)
+        task = (loop, done, copy_context().run, (action, *arguments))
         with self._lock:
             # The thread that became idle last: each has its own memory, and that of this one is still warm.
             idle = self._idle.pop() if self._idle else None

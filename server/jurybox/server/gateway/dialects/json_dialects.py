@@ -14,6 +14,7 @@ from jurybox.client.juror import Passing
 from jurybox.client.juror import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed, scalars
+from jurybox.server.security.limits import hold_text
 
 MEDIA = "application/json"
 _METRIC = "score"
@@ -66,7 +67,8 @@ def read(body: bytes, check: Callable[[bytes], None] | None = None) -> dict[str,
 def parsed(body: bytes, check: Callable[[bytes], None] | None = None) -> Any:
     """Parse JSON like json.loads, but refuse numbers that are too large for a float (ValueError).
 
-    Long strings (pictures) are cut out before, because json.loads would examine each of their characters.
+    Long strings (pictures) are cut out before, because json.loads would examine each of their characters. What remains
+    counts for the request; see `hold_text`, which raises Refused.
 
     Args:
         check: called with the JSON before it is parsed, without long strings; may raise an Error.
@@ -78,9 +80,11 @@ def parsed(body: bytes, check: Callable[[bytes], None] | None = None) -> Any:
                 check(rest)
             left = iter(texts)
             with suppress(ValueError, RecursionError):  # json.loads of the whole body raises the right error
+                hold_text(rest, texts)
                 return json.loads(rest, parse_float=_finite, parse_constant=lambda _: next(left))
     if check is not None:
         check(body)
+    hold_text(body)
     return json.loads(body, parse_float=_finite)
 
 

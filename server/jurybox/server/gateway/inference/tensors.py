@@ -16,6 +16,7 @@ from jurybox.protocol.errors import Code, Error, SpecMismatch, error_for, plain
 from jurybox.protocol.row_frames import MOST_ROWS, extents_of_text, split_strings
 from jurybox.protocol.spec import BYTES, OIP_NAMES, TensorSpec
 from jurybox.server.frontend.requests import Rows
+from jurybox.server.security.limits import hold_text
 
 Parameters = Mapping[str, Any]  # bool, int, float or str
 
@@ -41,6 +42,7 @@ def read_json(body: bytes) -> dict[str, Any]:
             raise malformed(
                 f"the JSON has {there} {mark.decode()}, expected at most {most}: send tensors as binary data"
             )
+    hold_text(body)
     try:
         given = json.loads(body, parse_constant=_NAMED.__getitem__)
     except (ValueError, RecursionError) as error:
