@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import socket
 
 import grpc
 import pytest
+import zmq
 from tests.serving import serving
 from websockets.sync.client import connect as websocket
 
 from jurybox.protocol.open_inference_pb2 import ModelInferRequest
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jurybox.protocol.weights.transfer import PUBLISH, READ
 
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
     "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 16, "rows": 32},
-    "seen": {"factory": "tests.robot_models:seen", "max_batch": 8},
+    **{name: {"factory": f"tests.robot_models:{name}", "max_batch": 8} for name in ("seen", "by_part", "vla")},
 }
 DIALECTS = {"flow_grpo": {"model": "brightness", "output": "score"}}
 ROBOTS = """
@@ -24,6 +28,16 @@ ROBOTS = """
 model = "seen"
 listen = "127.0.0.1:0"
 clients = 8
+
+[robots.hand]
+model = "by_part"
+speaks = "gr00t"
+listen = "127.0.0.1:0"
+
+[robots.leg]
+model = "vla"
+speaks = "act"
+listen = "127.0.0.1:0"
 """
 LOCAL = "127.0.0.1:0"
 MANY = 1000
@@ -32,7 +46,7 @@ MANY = 1000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    doors = dict.fromkeys(("http", "grpc", "tcp"), LOCAL)
+    doors = dict.fromkeys(("http", "grpc", "tcp"), LOCAL) | {"cuda_shared_memory": True}
     with serving(folder, MODELS, dialects=DIALECTS, more=ROBOTS, **doors) as running:
         yield running
 
@@ -64,10 +78,15 @@ def upgrades(told):
             peer.recv(1000)
 
 
-def posted(told, path, body):
+def posted(told, path, *bodies, where=""):
+    for body in bodies:
+        posted_one(where or told["http"], path, body, MANY // len(bodies))
+
+
+def posted_one(where, path, body, many):
     asked = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body)) + body
-    with connected(told["http"]) as peer:
-        for _ in range(MANY):
+    with connected(where) as peer:
+        for _ in range(many):
             peer.sendall(asked)
             came = b""
             while b"\r\n\r\n" not in came:
@@ -94,6 +113,52 @@ def wrong_loads(told):
 
 def wrong_pickles(told):
     posted(told, b"/dialects/flow_grpo", b"\x80\x04.")
+
+
+def wrong_acts(told):
+    twice = json.dumps({"encoded": json.dumps({"encoded": "{}"})}).encode()
+    bodies = (
+        b"",
+        b"[" * 5000,
+        b'{"image": {"__numpy__": "AA", "dtype": "O"}}',
+        twice,
+        b'{"a": ' * 900 + b"1" + b"}" * 900,
+    )
+    posted(told, b"/act", *bodies, where=told["robots"]["leg"])
+
+
+def wrong_regions(told):
+    """Of device memory, with handles that are none; and requests that name them."""
+    path = b"/v2/cudasharedmemory/region/%b/register"
+    handle = base64.b64encode(bytes(range(64))).decode()
+    for name, given in ((b"short", "AAAA"), (b"garbage", handle), (b"x" * 300, handle)):
+        body = json.dumps({"raw_handle": {"b64": given}, "device_id": 0, "byte_size": 16}).encode()
+        posted_one(told["http"], path % name, body, MANY // 4)
+    place = {"shared_memory_region": "garbage", "shared_memory_byte_size": 16}
+    tensor = {"name": "observation", "datatype": "FP32", "shape": [1, 4], "parameters": place}
+    body = json.dumps({"inputs": [tensor], "outputs": [{"name": "action", "parameters": place}]}).encode()
+    posted_one(told["http"], b"/v2/models/affine/infer", body, MANY // 4)
+
+
+def wrong_robots(told):
+    """Of GR00T."""
+    context = zmq.Context()
+    with context, context.socket(zmq.REQ) as robot:
+        robot.setsockopt(zmq.LINGER, 0)
+        robot.setsockopt(zmq.RCVTIMEO, 60_000)
+        robot.connect(f"tcp://{told['robots']['hand']}")
+        for i in range(MANY):
+            robot.send([b"\xc1", b"", b"\x81\xa8endpoint\xa1x", b"\x81\xa8endpoint\xaaget_action"][i % 4])
+            robot.recv()
+
+
+def wrong_weights(told):
+    """Of publishers and readers on other hosts: streams that begin with no request that can be."""
+    with grpc.insecure_channel(told["grpc"]) as channel:
+        for i in range(MANY // 2):
+            call = channel.stream_stream((PUBLISH, READ)[i % 2])(iter([(b"\xff", b"")[i // 2 % 2]]), timeout=60)
+            with contextlib.suppress(grpc.RpcError):
+                list(call)
 
 
 def broken_grpc(told):
@@ -138,7 +203,7 @@ def wrong_frames(told):
 
 DOORS = (
     broken_http, upgrades, wrong_json, wrong_names, wrong_loads, wrong_pickles, broken_grpc, wrong_grpc, broken_tcp,
-    broken_robots, wrong_frames,
+    broken_robots, wrong_frames, wrong_acts, wrong_regions, wrong_robots, wrong_weights,
 )  # fmt: skip
 
 
