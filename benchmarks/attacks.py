@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import select
@@ -48,6 +49,7 @@ MODELS = {
     "big": {"factory": "tests.models:big", "max_batch": 8, "rows": 32},  # 2.3 MiB of output a row
     "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 64, "rows": 128},
     "seen": {"factory": "tests.robot_models:seen", "max_batch": 32},
+    "vla": {"factory": "tests.robot_models:vla", "max_batch": 32},
     "by_part": {"factory": "tests.robot_models:by_part", "max_batch": 32},
 }
 ROBOTS = """
@@ -59,6 +61,11 @@ clients = 48
 [robots.hand]
 model = "by_part"
 speaks = "gr00t"
+listen = "127.0.0.1:0"
+
+[robots.leg]
+model = "vla"
+speaks = "act"
 listen = "127.0.0.1:0"
 """
 DIALECTS = {"flow_grpo": {"model": "brightness", "output": "score"}}
@@ -340,6 +347,25 @@ def small_frames(told: dict[str, str], until: float) -> None:
         time.sleep(0.001)
 
 
+def bodies_of_act(told: dict[str, Any], until: float) -> None:
+    """Send large, nested and wide bodies, and JSON in JSON, and read no answer."""
+    wide = "a" * (8 * MIB) + "\N{GRINNING FACE}"
+    twice = json.dumps({"encoded": json.dumps({"image": wide}, ensure_ascii=False)}, ensure_ascii=False).encode()
+    bodies = b'{"image": "' + bytes(60 * MIB), b'{"a":' * MIB, twice, json.dumps({"image": wide}).encode()
+
+    def attack() -> None:
+        peers = [joined(told["robots"]["leg"]) for _ in range(8)]
+        for peer in peers:
+            peer.settimeout(0.5)
+        while True:
+            for peer, body in zip(peers, bodies * 2, strict=True):
+                peer.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                if time.monotonic() > until:
+                    return
+
+    again(until, attack)
+
+
 def only_computes(_: dict[str, str], until: float) -> None:
     while time.monotonic() < until:
         pass
@@ -370,6 +396,7 @@ ATTACKS: dict[str, tuple[str, Callable[[dict[str, str], float], None]]] = {
     "40 uploads of a few bytes a second": ("gateway", slow_uploads),
     "40 robots' frames of 60 MiB that never end": ("gateway", unfinished_frames),
     "4 robots that send small frames and pings without end": ("gateway", small_frames),
+    "8 connections that send large bodies to `/act` and read nothing": ("gateway", bodies_of_act),
     "100 robots of GR00T that ask on and on and read nothing": ("gateway", unread_robots),
 }
 
