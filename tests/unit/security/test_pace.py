@@ -61,7 +61,7 @@ def test_a_rest_ends_soon_however_long_the_work_was(monkeypatch):
         breaks = Breaks(pace, lambda: None)
         pace.heard(one)
         breaks._rest(time.monotonic() - 60.0)
-        assert breaks._debt._owed == 0.1
+        assert breaks._debt._owed == 0.5
         return times
 
     assert asyncio.run(work()) == [pytest.approx(ACTIVE)]
@@ -289,6 +289,39 @@ def test_the_end_of_a_rest_reads_only_if_the_protocol_wants_it_and_the_connectio
     for how in ({"pauses": True}, {"ends": True}):
         rest, took, reads = upload(HEAP, others=True, **how)
         assert took >= rest >= 0.01 and not reads
+
+
+def test_calls_that_hold_the_gil_come_one_at_a_time_and_leave_others_time(active):
+    """However many ask for them at once; they also do so if one fails."""
+
+    def works(fails):
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        if fails:
+            raise ValueError("it failed")
+        return time.monotonic() - 0.02, time.monotonic()
+
+    async def ask(turns, fails):
+        try:
+            return await turns.alone(works, fails)
+        except ValueError:
+            return None
+
+    async def work(*, beside):
+        turns = Turns()
+        if beside:
+            turns.heard(light)
+        began = time.monotonic()
+        times = await asyncio.gather(*(ask(turns, number == 1) for number in range(4)))
+        return [one for one in times if one], time.monotonic() - began
+
+    light = Light()
+    times, took = asyncio.run(work(beside=True))
+    assert len(times) == 3 and took > 4 * 2.6 * 0.02
+    assert all(after[0] - before[1] > 0.02 for before, after in itertools.pairwise(times))
+    times, _ = asyncio.run(work(beside=False))
+    assert len(times) == 3
 
 
 def test_the_pieces_of_a_large_body_are_joined_in_a_thread(monkeypatch):

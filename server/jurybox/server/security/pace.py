@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
 
 HEAVY = 1 << 20  # bytes of answers after which others come first
 HEAP = 1 << 16  # bytes of a read after which others come first: libuv reads 32 times before it looks at them
 # Seconds for which somebody who was heard counts as active. Who wants something less often than that loses little to
 # heavy work, whose turns are shorter: it is served between two of them.
 _ACTIVE = 0.01
-_MOST = 0.1  # seconds that are owed to others
+_MOST = 0.5  # seconds that are owed to others
 # Seconds that are left to others for each second of heavy work: a little less than two, so that large senders get a
 # third of all. With one, a client that waits for its answers keeps less than half of its rate: it needs the event loop
 # twice for each.
@@ -132,6 +134,7 @@ class Turns:
         self._heavy: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each did heavy work last; inf: it waits
         self._behind: dict[HasTurns, Any] = {}  # whose turn each is
         self._turning = False  # whether one of them has its turn soon
+        self._alone = asyncio.Lock()
         self._counted: deque[tuple[float, float]] = deque(maxlen=64)  # from when to when; s of the monotonic clock
 
     def heard(self, who: Any) -> None:
@@ -177,6 +180,24 @@ class Turns:
         came = asyncio.get_running_loop().create_future()
         self.after(who, seconds, lambda: None if came.done() else came.set_result(None))  # it may be cancelled
         await (came if not came.done() else asyncio.sleep(0))
+
+    async def alone(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call something in a thread that holds the GIL for long, and leave others their time before the next call."""
+        took = 0.0
+
+        def timed() -> T:
+            nonlocal took
+            began = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                took = time.thread_time() - began
+
+        async with self._alone:
+            try:
+                return await asyncio.to_thread(timed)
+            finally:
+                await self.wait(asyncio.current_task(), took)
 
     def _queue(self, turn: HasTurns, who: Any, seconds: float) -> None:
         self._behind[turn] = who

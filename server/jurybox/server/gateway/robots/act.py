@@ -32,6 +32,7 @@ from jurybox.server.gateway.robots.policy import ACTIONS
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.http import DATA_ONLY, body_of
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge, Limited
+from jurybox.server.security.pace import HEAVY
 
 _MEDIA = (b"content-type", b"application/json")
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)  # a retry may succeed
@@ -108,7 +109,8 @@ class ActDoor(RobotDoor):
         with self.counted(self._delays):
             try:
                 held.take(len(body))  # its arrays are smaller
-                request, encoded = await decoded(_read, body)
+                reading = self.turns.alone(_read, body) if len(body) >= HEAVY else decoded(_read, body)
+                request, encoded = await reading
                 flat = request.get("observation")
                 gr00t = gr00t_observation(flat) if len(request) == 1 and isinstance(flat, dict) else None
                 async with self.policy.episode(PATIENCE, returns=True) as episode:
