@@ -69,7 +69,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         cuda_shared_memory=access.cuda_shared_memory and local,
     )
     try:
-        routers = [http_inference.router(oip, most=access.max_message)]
+        routers = [http_inference.router(oip, most=access.max_message, turns=turns)]
         keep_freed_memory(_KEPT)
         if orders.get("dialects"):
             # Imported here because it imports Pillow.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import zlib
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,23 +20,30 @@ from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import malformed, read_json
 from jurybox.server.security.http import CHARGE
 from jurybox.server.security.limits import Charge
-from jurybox.server.security.pace import joined
+from jurybox.server.security.pace import HEAVY, Turns, joined
 
 ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
 
 MAX_BODY_BYTES = 64 << 20
 _PIECE = 1 << 20  # bytes that are decompressed at a time, so that other requests do not wait for a whole body
 _MODEL = "/v2/models/{name:path}"
+_MOST_DIGITS = 6  # of the bytes of JSON that are parsed in the event loop
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES) -> APIRouter:
-    """Return the routes for `create_app`; `most` limits a body in bytes, compressed and decompressed."""
+def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES, turns: Turns | None = None) -> APIRouter:
+    """Return the routes for `create_app`.
+
+    Args:
+        most: limits a body in bytes, compressed and decompressed.
+        turns: of the process's doors.
+    """
     paths = APIRouter(tags=["Open Inference Protocol"])
     _health(paths, oip)
     _repository(paths, oip, most)
     _shared_memory(paths, oip, most)
-    _models(paths, oip, most)  # last: a model's name may contain slashes, so its path would match the other routes
+    # Last: a model's name may contain slashes, so its path would match the other routes.
+    _models(paths, oip, most, turns or Turns())
     return paths
 
 
@@ -57,14 +65,14 @@ def _health(paths: APIRouter, oip: OpenInference) -> None:
         return _ready(await oip.reasons())
 
 
-def _models(paths: APIRouter, oip: OpenInference, most: int) -> None:
+def _models(paths: APIRouter, oip: OpenInference, most: int, turns: Turns) -> None:
     @paths.get("/v2/models/stats")
     async def every_statistics() -> dict[str, Any]:
         """Counters of every model."""
         return {"model_stats": await oip.statistics("", "")}
 
     for prefix in (_MODEL + "/versions/{version}", _MODEL):
-        _model(paths, prefix, oip, most)
+        _model(paths, prefix, oip, most, turns)
 
 
 async def _while_connected(request: Request, oip: OpenInference, asked: InferRequest) -> InferResponse:
@@ -88,12 +96,15 @@ async def _while_connected(request: Request, oip: OpenInference, asked: InferReq
     raise ServerGone("the client has hung up")
 
 
-def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int) -> None:
+def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int, turns: Turns) -> None:
     @paths.post(prefix + "/infer")
     async def infer(request: Request, name: str, version: str = "") -> Response:
         """Infer: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
         body = await _body(request, most)
-        asked, binary, all_binary = request_of(name, version, body, request.headers.get(LENGTH))
+        length_of_json = request.headers.get(LENGTH)
+        reading = partial(request_of, name, version, body, length_of_json)
+        large = len(body) >= HEAVY and (length_of_json is None or len(length_of_json) > _MOST_DIGITS)
+        asked, binary, all_binary = await turns.alone(reading) if large else reading()
         if "sequence_id" in asked.parameters:
             answer = await _while_connected(request, oip, asked)
         else:
