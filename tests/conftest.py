@@ -57,6 +57,13 @@ def stable_baselines_logs():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_stays():
+    """The collector looks no more at what the files before have imported: tests collect again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def empty_shared_memory(shared_memory_of_our_own):
     """A folder in shared memory for one test: processes that another test killed may leave files in the run's."""
