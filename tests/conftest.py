@@ -77,11 +77,18 @@ def empty_shared_memory(shared_memory_of_our_own):
 # Files that take most of a minute, and the first of those that share a server.
 _LONGEST = (
     "tests/integration/test_client_handles.py",
+    "tests/integration/test_replicas.py",
+    "tests/integration/test_remote_weights.py",
+    "tests/integration/test_pages.py",
+    "tests/faults/test_start.py",
+    "tests/faults/test_stops.py",
+    "tests/integration/gym_training/test_gym_run.py",
     "tests/integration/test_photo_training.py",
     "tests/integration/robots/test_robot_server.py",
     "tests/integration/security/test_gateway_attacks.py",
     "tests/integration/test_bench_command.py",
     "tests/faults/test_bad_models.py",
+    "tests/faults/test_failed_reloads.py",
     "tests/unit/studies/workflow/test_trainer.py",
 )
 

@@ -51,7 +51,7 @@ def test_its_children_die_its_clients_get_an_error_at_once_and_the_next_server_c
                 np.testing.assert_array_equal(client.model("affine").infer(x), 2 * x + 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.runs)])
 def test_a_signal_drains_requests_in_flight_and_ends_with_status_0(server, number):
     with server.connect() as client:
         model = client.model("moody")

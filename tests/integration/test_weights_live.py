@@ -256,16 +256,6 @@ def test_a_restarted_engine_answers_with_the_newest_version(server, client):
     assert (reply.outputs == version * X + 1000 * version).all()
 
 
-def test_a_learner_whose_server_ended_gets_an_error(tmp_path):
-    models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
-    with serving(tmp_path, models) as server, server.connect() as client:
-        publisher = client.publisher("policy")
-        publisher.publish(affine(1))
-        server.stop()
-        with pytest.raises(ServerGone, match="nobody would read this"):
-            publisher.publish(affine(2))
-
-
 def test_unreferenced_or_closed_publishers_and_readers_leave_no_descriptor(client):
     def descriptors():
         gc.collect()
@@ -300,7 +290,7 @@ def test_a_forked_actor_reads_and_a_forked_learner_is_refused(client):
     assert publisher.publish(affine(version + 1)) == version + 1
 
 
-def test_an_actor_whose_server_ended_gets_an_error(server):
+def test_an_actor_and_a_learner_whose_server_ended_get_an_error(server):
     """This test is the last, because it ends the shared server."""
     with server.connect() as client:
         weights, publisher = client.weights("policy"), client.publisher("policy")
@@ -311,6 +301,8 @@ def test_an_actor_whose_server_ended_gets_an_error(server):
         for ask in (weights.read, lambda: weights.wait_newer_than(version, 60)):
             with pytest.raises(ServerGone, match="take a new reader"):
                 ask()
+        with pytest.raises(ServerGone, match="nobody would read this"):
+            publisher.publish(affine(version + 1))
 
         def noticed():
             try:

@@ -233,7 +233,7 @@ def test_the_token_is_required_unless_the_port_is_unprotected(tmp_path):
         assert restored(ask(where["open"], openvla()).json())[0] == 10
 
 
-@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--dry-run",), marks=pytest.mark.runs)])
 def test_a_server_does_not_start_with_a_model_that_keeps_state(tmp_path, flags):
     running = launch(
         tmp_path, {"counting": {"factory": "tests.robot_models:counting"}}, flags=flags, more=door("counting")

@@ -443,6 +443,7 @@ def test_a_checkpoint_of_act_answers_as_in_this_process(tmp_path, new):
                 np.testing.assert_allclose(np.array([one.action.numpy() for one in arm.act()]), wanted[row], atol=1e-5)
 
 
+@pytest.mark.runs
 def test_the_door_is_the_same_over_grpcio(tmp_path, new):
     """Where the system has no libnghttp2. grpcio does not tell the end of a connection, so places wait for a minute."""
     with serving(tmp_path, MODELS, more=DOORS, grpc_http2="grpcio") as server:

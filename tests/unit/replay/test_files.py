@@ -117,7 +117,7 @@ def test_episodes_stay_linked(make, loaded, tmp_path) -> None:
     replay.add(o=np.full(2, 70, np.float32), reward=1.0, terminated=False)
     replay.save(tmp_path / "b")
     again = loaded(tmp_path / "b")
-    batch = again.sample(300, windows=Windows(n_step=3, gamma=1.0, next="o", stack=2, stacked="o"))
+    batch = again.sample(3000, windows=Windows(n_step=3, gamma=1.0, next="o", stack=2, stacked="o"))
     now, ahead = batch["o"][:, 1, 0], batch["next_o"][:, 1, 0]
     alive = batch["discount"] > 0
     assert (ahead[alive] == now[alive] + 3).all()
