@@ -14,6 +14,10 @@ from typing import Any
 DEADLINE = 60.0  # seconds: a child that hangs is killed then
 
 
+class EndedEarly(AssertionError):
+    """The child ended before its work did; the text says how."""
+
+
 class Child:
     """A forked child that runs `work` and ends; `result` waits for what it returned, or raises what it raised."""
 
@@ -48,7 +52,9 @@ class Child:
                 content += part
         finally:
             os.close(self._read)
-            os.waitpid(self.pid, 0)
+            status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not content:
+            raise EndedEarly(f"the forked child ended with {status} before its work did")
         well, answer = pickle.loads(content)
         if not well:
             raise answer
