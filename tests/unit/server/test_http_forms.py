@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from jurybox import native
-from jurybox.server.gateway.inference.forms import Forms
+from jurybox.protocol.errors import Code, Refused
+from jurybox.server.gateway.inference.forms import Form, Forms
 from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
 from jurybox.server.security.limits import HTTP, RECEIVED
 
@@ -94,3 +96,16 @@ def test_requests_that_are_never_the_same_do_not_fill_the_memory_with_their_form
     for number in range(3000):
         assert forms.get(b"%d" % number) is None
     assert len(forms._forms) <= 1024
+
+
+def test_a_request_whose_answer_has_no_room_fails_before_it_is_computed():
+    form, failed, full = Form.__new__(Form), [], Refused("no room", Code.BUSY)
+    form._answer_bytes, form.used = 100, 0
+
+    def take(size):
+        assert size == 100
+        raise full
+
+    room = SimpleNamespace(take=take, give=lambda: None)
+    answer = form.ask({}, None, SimpleNamespace(fail=failed.append), room)
+    assert (answer.given, failed, form.used) == (True, [full], 0)
