@@ -74,5 +74,5 @@ def plan(steps=20_000):
     player = RoleSpec("player", Kind.ACTOR, f"{__name__}:Player", writes=("rows",), reads=("policy",))
     teacher = RoleSpec("teacher", Kind.LEARNER, f"{__name__}:Teacher", samples=("rows",), publishes="policy")
     weights = ChannelSpec("policy", WeightsLayout.of(served().module.state_dict()))
-    rows, pace = ReplaySpec("rows", 50_000, FIELDS), Pace(collect=2, learn=1, warmup=1000)
+    rows, pace = ReplaySpec("rows", 50_000, FIELDS), Pace(train_freq=2, gradient_steps=1, learning_starts=1000)
     return Plan((player, teacher), (rows,), (weights,), pace, Budget(steps), columns=("loss",), policy=policy)

@@ -55,7 +55,10 @@ def test_actors_wait_for_learners_by_the_pace_of_each():
     planned = plan(MarlTraining(**MIXED))
     ppo, dqn = planned.of_kind(Kind.LEARNER)
     assert planned.pace_of(ppo) == Pace(20, 1, 0, 20) and planned.pace_of(dqn) == Pace(4, 1, 20, None)
-    assert planned.pace_of_policy("agent_1").warmup == 20 and planned.pace_of_policy("agent_0").warmup == 0
+    assert (
+        planned.pace_of_policy("agent_1").learning_starts == 20
+        and planned.pace_of_policy("agent_0").learning_starts == 0
+    )
     with SharedResources.create(planned) as shared:
         words, rules = shared.scoreboard.words, Rules(planned, shared.scoreboard)
         words[0][Word.ENV_STEPS] = 39

@@ -27,7 +27,7 @@ class Metrics(dict):
 
 def test_a_limit_is_the_default_with_ppo_and_can_be_taken_away_or_set():
     def slack(**changes):
-        return plan(MarlTraining(**changes)).pace.slack
+        return plan(MarlTraining(**changes)).pace.max_ahead
 
     assert (slack(), slack(max_ahead="none"), slack(max_ahead=0), slack(algorithm="dqn")) == (256, None, 0, None)
 

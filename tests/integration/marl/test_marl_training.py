@@ -168,5 +168,5 @@ def test_ppo_is_the_default_and_an_agent_may_have_its_own_publication_mode():
         "agent_1": "snapshot",
     }
     assert planned.save_every == 10_000 and planned.roles[-1].evaluate_every == 20_000
-    assert planned.pace.slack == settings.ppo.n_steps
-    assert plan(MarlTraining(algorithm="dqn")).pace.slack is None
+    assert planned.pace.max_ahead == settings.ppo.n_steps
+    assert plan(MarlTraining(algorithm="dqn")).pace.max_ahead is None

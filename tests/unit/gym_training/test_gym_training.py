@@ -128,9 +128,9 @@ def unbounded():
 
 def test_a_round_is_of_every_environment_as_in_stable_baselines3() -> None:
     pace = settings("dqn", envs=4, train_freq=3, gradient_steps=2).pace
-    assert (pace.collect, pace.learn, pace.warmup) == (12, 2, 10)
-    assert settings("sac", envs=4, gradient_steps=-1).pace.learn == 4
-    assert settings("ppo", envs=4).pace.collect == 64 and settings("ppo").pace.slack == 0
+    assert (pace.train_freq, pace.gradient_steps, pace.learning_starts) == (12, 2, 10)
+    assert settings("sac", envs=4, gradient_steps=-1).pace.gradient_steps == 4
+    assert settings("ppo", envs=4).pace.train_freq == 64 and settings("ppo").pace.max_ahead == 0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_serial_run_learns_as_often_as_stable_baselines3(envs, train_freq, gra
     theirs.learn(60)
     ours = settings("dqn", envs=envs, **given).pace
     assert ours.learner_steps(60) == theirs._n_updates > 0
-    for made in range(0, 30, ours.learn):  # actors wait for a learner where its next round is due
+    for made in range(0, 30, ours.gradient_steps):  # actors wait for a learner where its next round is due
         due = ours.env_steps(made, 0)
         assert ours.learner_steps(due) > made >= ours.learner_steps(due - 1)
 
@@ -187,7 +187,9 @@ def test_dqns_target_moves_once_for_each_interval_of_a_round() -> None:
 
 def test_rows_of_many_environments_do_not_hold_up_their_learner(tmp_path) -> None:
     s = settings("dqn", envs=16, n_steps=10, steps=320)
-    assert s.pace.warmup + s.pace.collect < s.replayed.unsampled(s.envs), "the pace stops before the learner may begin"
+    assert s.pace.learning_starts + s.pace.train_freq < s.replayed.unsampled(s.envs), (
+        "the pace stops before the learner may begin"
+    )
     assert train(s, tmp_path, serial=True).learner_steps > 0
 
 

@@ -208,7 +208,9 @@ def plan(
         make = f"{HERE}:Judge"
         roles.append(RoleSpec("judge", Kind.EVALUATOR, make, judge or {}, reads=("policy",), evaluate_every=evaluate))
     budget = more.pop("budget", Budget(steps=steps))
-    pace = Pace(collect=collect, learn=learn, warmup=warmup, slack=slack, free=more.pop("free", False))
+    pace = Pace(
+        train_freq=collect, gradient_steps=learn, learning_starts=warmup, max_ahead=slack, free=more.pop("free", False)
+    )
     return Plan(
         roles=tuple(roles),
         replays=(ReplaySpec("rows", 100_000, {"value": Field((), "float64"), "version": Field((), "int64")}),),

@@ -179,7 +179,7 @@ def test_each_batch_contains_a_share_of_the_anchor(tmp_path: Path, monkeypatch) 
 
 def test_without_a_limit_ahead_neither_side_waits_and_the_age_of_policies_is_bounded_and_shown() -> None:
     free = HockeyTraining(max_ahead="none")
-    assert free.pace.free and free.pace.slack is None and not HockeyTraining().pace.free
+    assert free.pace.free and free.pace.max_ahead is None and not HockeyTraining().pace.free
     with pytest.raises(ConfigError, match="max_ahead"):
         HockeyTraining.checked({"max_ahead": "any"})
     with pytest.raises(ConfigError, match="nothing would limit the age of collectors' policies"):

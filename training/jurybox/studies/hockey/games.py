@@ -176,7 +176,8 @@ class EpisodeNoise:
     def begin(self, environment: int, rng: np.random.Generator) -> None:
         """Draw the noise of a game."""
         self._taken[environment] = 0
-        self._random[environment] = random = self._context.env_steps < self._context.plan.pace.warmup
+        random = self._context.env_steps < self._context.plan.pace.learning_starts
+        self._random[environment] = random
         drawn = coloured_noise(rng, LONGEST, self._noise.shape[-1], self._colour)
         self._noise[environment] = drawn * (1.0 if random else np.float32(self.scales[environment]))
 

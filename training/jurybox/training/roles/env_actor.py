@@ -75,7 +75,9 @@ class EnvActor(Actor):
         super().__init__(context)
         self._random = np.random.default_rng(context.seed)
         # Env steps until which an agent acts at random.
-        self._random_until = {agent: context.plan.pace_of_policy(name).warmup for agent, name in policies.items()}
+        self._random_until = {
+            agent: context.plan.pace_of_policy(name).learning_starts for agent, name in policies.items()
+        }
         self._exploration: Exploration | None = None
         if exploration is not None:
             given = dict(exploration)

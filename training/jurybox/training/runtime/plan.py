@@ -118,42 +118,51 @@ class PolicyServer:
 class Pace:
     """The ratio of learner steps to environment steps over the whole run.
 
-    A learner makes `learn` steps for every `collect` steps of all actors together, counted from the first step on as
-    in Stable-Baselines3; rounds that end within the first `warmup` environment steps have none. Serially this is the
-    schedule. In parallel a learner waits for steps that are not there yet, and actors wait when they are `slack` steps
-    further than the slowest learner has used up.
+    A learner makes `gradient_steps` steps for every `train_freq` steps of all actors together, counted from the first
+    step on as in Stable-Baselines3; rounds that end within the first `learning_starts` environment steps have none.
+    Serially this is the schedule. In parallel a learner waits for steps that are not there yet, and actors wait if they
+    are `max_ahead` steps further than the slowest learner has used up.
 
     The rule is that of a samples-per-insert limiter (Reverb, arXiv:2102.04736), kept by the run's shared counters
     instead of inside the replay: a wait is between two steps and never within one, all roles see which one waits for
     which, and it survives a restart, a resumed run and the change to serial.
 
     Attributes:
-        collect, learn: the ratio.
-        warmup: environment steps before the first learner step.
-        slack: None: actors never wait for learners.
-        free: with slack None, learners do not wait for actors either: after `warmup` they make steps as fast as they
-            can, until the last environment step is made. Serially the ratio is kept.
+        train_freq, gradient_steps: the ratio.
+        learning_starts: environment steps before the first learner step.
+        max_ahead: None: actors never wait for learners.
+        free: with max_ahead None, learners do not wait for actors either: after `learning_starts` they make steps as
+            fast as they can, until the last environment step is made. Serially the ratio is kept.
     """
 
-    collect: int = 1
-    learn: int = 1
-    warmup: int = 0
-    slack: int | None = 1000
+    train_freq: int = 1
+    gradient_steps: int = 1
+    learning_starts: int = 0
+    max_ahead: int | None = 1000
     free: bool = False
 
     def __post_init__(self) -> None:
-        if self.collect < 1 or self.learn < 1 or self.warmup < 0 or (self.slack is not None and self.slack < 0):
-            raise PlanError(f"expected collect and learn >= 1, warmup and slack >= 0, got {self}")
-        if self.free and self.slack is not None:
-            raise PlanError(f"expected slack=None in a free pace, where actors do not wait, got {self.slack}")
+        if (
+            self.train_freq < 1
+            or self.gradient_steps < 1
+            or self.learning_starts < 0
+            or (self.max_ahead is not None and self.max_ahead < 0)
+        ):
+            raise PlanError(
+                f"expected train_freq and gradient_steps >= 1, learning_starts and max_ahead >= 0, got {self}"
+            )
+        if self.free and self.max_ahead is not None:
+            raise PlanError(f"expected max_ahead=None in a free pace, where actors do not wait, got {self.max_ahead}")
 
     def learner_steps(self, env_steps: int) -> int:
         """The number of learner steps due after so many environment steps."""
-        return max(0, env_steps // self.collect - self.warmup // self.collect) * self.learn
+        return max(0, env_steps // self.train_freq - self.learning_starts // self.train_freq) * self.gradient_steps
 
-    def env_steps(self, learner_steps: int, slack: int) -> int:
-        """The number of environment steps at which actors wait for a learner with so many steps."""
-        return (self.warmup // self.collect + learner_steps // self.learn + 1) * self.collect + slack
+    def env_steps(self, learner_steps: int, ahead: int) -> int:
+        """The number of environment steps at which actors wait for a learner with so many steps, `ahead` of it."""
+        return (
+            self.learning_starts // self.train_freq + learner_steps // self.gradient_steps + 1
+        ) * self.train_freq + ahead
 
 
 @dataclass(frozen=True, slots=True)

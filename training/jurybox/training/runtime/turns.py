@@ -31,7 +31,7 @@ class Rules:
         self._budget, self._scoreboard = plan.budget, scoreboard
         self._paces = {number: plan.pace_of(number) for number in plan.of_kind(Kind.LEARNER)}
         self._free = {number for number, pace in self._paces.items() if pace.free and not serial}
-        slacks = {number: 0 if serial else pace.slack for number, pace in self._paces.items()}
+        slacks = {number: 0 if serial else pace.max_ahead for number, pace in self._paces.items()}
         self._awaited = {number: slack for number, slack in slacks.items() if slack is not None}
         self._orders = scoreboard.orders[0]
 
@@ -68,7 +68,7 @@ class Rules:
             return False
         pace = self._paces[number]
         if number in self._free:
-            return pace.warmup <= self._scoreboard.env_steps < self._budget.steps
+            return pace.learning_starts <= self._scoreboard.env_steps < self._budget.steps
         env_steps = min(self._scoreboard.env_steps, self._budget.steps)
         return self._scoreboard.words[number][Word.LEARNER_STEPS] < pace.learner_steps(env_steps)
 

@@ -317,7 +317,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     made_of = algorithm_of(settings, spec)
     algorithm = make(**made_of)
     on_policy, pace = algorithm.on_policy, settings.pace
-    if on_policy and pace.collect < 2:
+    if on_policy and pace.train_freq < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     values = settings.model_dump(mode="json")
     arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")} | settings.preprocessing
@@ -338,9 +338,9 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     columns = fields(algorithm, seen)
     if settings.normalize_rewards:
         columns[DISCOUNTED] = Column()
-    capacity = 2 * pace.collect + settings.envs
+    capacity = 2 * pace.train_freq + settings.envs
     if on_policy:
-        learner["rollout"] = pace.collect
+        learner["rollout"] = pace.train_freq
     else:
         learner["first"] = settings.replayed.unsampled(settings.envs) + 1
         row = sum(each.stored_bytes for each in columns.values())
