@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import Busy, ModelFailed, Refused, SpecMismatch, connect
+from jurybox.client import Busy, ModelFailed, Refused, SpecMismatch, Timeout, connect
 from jurybox.protocol.errors import Code
 
 OPEN = {"factory": "tests.open_models:shout", "max_batch": 8, "rows": 64}
@@ -392,3 +392,24 @@ def test_a_masked_array_is_refused_on_every_way_in_and_never_sent_without_its_ma
         for way in ways:
             with pytest.raises(SpecMismatch, match=r"a masked array, and no mask is sent.*filled"):
                 way()
+
+
+def test_a_call_of_one_row_that_fails_or_is_late_says_why_and_the_next_is_answered(client):
+    model = client.model("moody", rows=8)
+    good, bad, slow = X[0].copy(), X[0].copy(), X[0].copy()
+    bad[0], slow[0] = 666.0, 1_500_000.0
+    for _ in range(2):
+        np.testing.assert_array_equal(model(good), good + 1)
+        with pytest.raises(ModelFailed, match="this row breaks the model"):
+            model(bad)
+        np.testing.assert_array_equal(model(good), good + 1)
+    with pytest.raises(SpecMismatch, match="takes one row"):
+        model(X[0, :3].copy())
+    with pytest.raises(Timeout):
+        model(slow, timeout=0.3)
+    with pytest.raises(Timeout):
+        model(good, timeout=0.0)
+    np.testing.assert_array_equal(model(good), good + 1)
+    got = model(good)
+    got[...] = 0  # an array of the caller's own
+    np.testing.assert_array_equal(model(good), good + 1)
