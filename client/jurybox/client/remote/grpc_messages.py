@@ -22,7 +22,7 @@ _RAW_IN, _RAW_OUT = 0x3A, 0x32  # tags: field number and wire type LEN
 _MOST = 64  # forms that are kept
 
 
-class AnswerForm(NamedTuple):
+class ResponseForm(NamedTuple):
     """What answers have in common: their weights version and length, and the bytes before each output, with offsets."""
 
     version: int
@@ -44,7 +44,7 @@ class PlainMessages:
         self._spec = spec
         self._inputs, self._outputs = inputs, outputs
         self._requests: dict[tuple[int, int], list[bytes]] = {}  # by rows and version
-        self._answers: dict[int, AnswerForm] = {}  # by rows
+        self._answers: dict[int, ResponseForm] = {}  # by rows
 
     def request(self, first: int, rows: int, version: int) -> bytes:
         """Return the request for n rows, with a weights version or 0."""
@@ -59,7 +59,7 @@ class PlainMessages:
         (head,) = self._requests.get((1, 0)) or self._heads(1, 0)
         return b"".join((head, row.reshape(-1).view(np.uint8).data))  # NumPy exports no bfloat16
 
-    def form_of(self, rows: int, answer: bytes) -> AnswerForm | None:
+    def form_of(self, rows: int, answer: bytes) -> ResponseForm | None:
         """Return the form of an answer for n rows. None: it is unknown. Parse the answer, and tell `learn`."""
         form = self._answers.get(rows)
         if form is None or len(answer) != form.length:
@@ -96,7 +96,7 @@ class PlainMessages:
         if at == len(answer) and all(answer.startswith(head, at) for head, at in heads):
             if len(self._answers) >= _MOST:
                 self._answers.clear()
-            self._answers[rows] = AnswerForm(version, at, heads, data)
+            self._answers[rows] = ResponseForm(version, at, heads, data)
 
     def _heads(self, rows: int, version: int) -> list[bytes]:
         """Return the bytes before each input of such requests."""
