@@ -230,17 +230,17 @@ class SequenceTurn:
         crowds = caller is not None and held.callers[caller] + len(wanting) > most
         if len(wanting) > len(held.free) or crowds:
             self._all.sweep()
-        if wanting and crowds and (mine := held.callers[caller]) + len(wanting) > most:
-            raise NoSession(
-                f"this connection holds {mine} sequences of model {self.model!r}, and asks for {len(wanting)} more, "
-                f"expected at most {most} at once: end some with sequence_end, or raise 'rows' of the model or "
-                f"'sessions_share' of the server ({self._all.share:g}) in its configuration"
-            )
         if len(wanting) > len(held.free):
             raise NoSession(
                 f"{held.rows - len(held.free)} sequences of model {self.model!r} are open, as many as the gateway has "
                 f"rows for ({len(held.free)} are left, {len(wanting)} were asked for): end some with sequence_end, or "
                 "raise the model's 'rows' in the server's configuration"
+            )
+        if wanting and crowds and (mine := held.callers[caller]) + len(wanting) > most:
+            raise NoSession(
+                f"this connection holds {mine} sequences of model {self.model!r}, and asks for {len(wanting)} more, "
+                f"expected at most {most} at once: end some with sequence_end, or raise 'rows' of the model or "
+                f"'sessions_share' of the server ({self._all.share:g}) in its configuration"
             )
         for sequence in wanting:
             self._all.release(sequence)  # of another lane, if it is started again with another priority
