@@ -207,6 +207,7 @@ class RobotConnection(ServerConnection):
             last = yield from StreamReader.read_exact(reader, self._awaited)
             return b"".join((*parts, last)) if parts else last
         finally:
+            parts.clear()  # an error of a frame that ended early keeps these variables
             self._awaited = self._gathered = 0
 
     def _resumed(self) -> None:
