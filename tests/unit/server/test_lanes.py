@@ -68,3 +68,15 @@ def test_the_connection_of_lanes_ends_with_them():
     lanes._thread.shutdown()
     assert closed == ["server"]
     Lanes("ipc:///nowhere")._disconnect()  # there is none yet
+
+
+async def test_a_lane_that_a_larger_one_replaces_is_let_go(monkeypatch):
+    lanes, released, key = Lanes("ipc:///nowhere"), [], ("sum", 2)
+    monkeypatch.setattr(lanes, "let_go", released.append)
+    earlier, later = lane("few rows", exchanged=True), lane("many rows")
+    for held in (earlier, later, later):
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(held)
+        lanes._leased(key, done)
+    assert (released, earlier.retired, later.retired, lanes._held[key]) == ([earlier], True, False, later)
+    lanes.close()
