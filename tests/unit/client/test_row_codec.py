@@ -43,6 +43,16 @@ def test_half_a_surrogate_pair_is_no_observation_no_reward_and_no_request_either
         TypedData("text", [HALF]).strings(1, TEXT)
 
 
+def test_a_row_of_another_dtype_or_shape_is_refused_with_what_would_fit():
+    spec = ModelSpec("pair", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32")})
+    codec = codec_of(spec)
+    with pytest.raises(SpecMismatch, match=r"convert it on purpose: array.astype\('float32'\)"):
+        codec.one(np.zeros(2))
+    with pytest.raises(SpecMismatch, match=r"for several rows call infer\(\): here 3") as several:
+        codec.one(np.zeros((3, 2), np.float32))
+    assert "astype" not in str(several.value)
+
+
 def test_inputs_that_have_no_names_are_refused_with_what_the_model_takes():
     one, two = TensorSpec("float32", (2,)), TensorSpec("uint8")
     spec = ModelSpec("pair", {"x": one, "k": two}, {"y": one})
