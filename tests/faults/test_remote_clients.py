@@ -124,7 +124,7 @@ def test_a_lease_that_was_lost_with_its_relay_is_requested_again(server, where):
         os.kill(pids["supervisor"], signal.SIGSTOP)
         try:
             asked = pool.submit(client.model, "affine", rows=4)
-            wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
+            wait_until(lambda: b"affine" in unread(pids["supervisor"]), 40, "the relay has passed it on")
             os.kill(pids["relay"], signal.SIGKILL)
         finally:
             os.kill(pids["supervisor"], signal.SIGCONT)
@@ -146,7 +146,7 @@ def test_a_relay_that_was_replaced_long_ago_causes_no_second_lease(server, where
         os.kill(pids["supervisor"], signal.SIGSTOP)
         try:
             asked = pool.submit(client.model, "affine", rows=4)
-            wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
+            wait_until(lambda: b"affine" in unread(pids["supervisor"]), 40, "the relay has passed it on")
         finally:
             os.kill(pids["supervisor"], signal.SIGCONT)
         np.testing.assert_array_equal(asked.result(60).infer(X, timeout=30), 2 * X + 1)
@@ -181,7 +181,7 @@ def test_a_lease_requested_again_over_another_connection_is_the_same(server, whe
                 answer(first)
             else:
                 os.kill(pids["supervisor"], signal.SIGSTOP)
-                wait_until(lambda: b"affine" in unread(pids["supervisor"]), 20, "the relay has passed it on")
+                wait_until(lambda: b"affine" in unread(pids["supervisor"]), 40, "the relay has passed it on")
         wait_until(lambda: not taken(server, where), 20, "the relay has seen the connection end")
         with ask() as second:
             os.kill(pids["supervisor"], signal.SIGCONT)
