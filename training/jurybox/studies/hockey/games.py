@@ -105,23 +105,26 @@ class HockeyGames:
         if self._turn:
             return Moved((), 0, ())
         self._seen = self._seen.copy()  # what was waiting stays as it was
-        rewards, scores = np.zeros((2, 2, self.n))
-        ends, numbers = np.zeros((2, self.n), np.bool_), {}
+        # Lists, since single elements of arrays take several times as long.
+        rewards, scores, ends = ([[0.0] * self.n, [0.0] * self.n] for _ in range(3))
+        numbers = {}
         playing = [slot for slot in range(self.n) if self._playing[slot]]
         for slot in playing:
             turn = self.games[slot].step(self._actions[:, slot])
-            check_finite(turn.observations, "an observation")
             self._seen[:, slot] = turn.observations
-            ends[:, slot] = turn.terminated, turn.truncated
-            scores[:, slot] = turn.rewards
-            rewards[:, slot] = [shaped(turn, player, self._shaping) for player in (0, 1)]
+            ends[0][slot], ends[1][slot] = turn.terminated, turn.truncated
+            for player in (0, 1):
+                scores[player][slot] = turn.rewards[player]
+                rewards[player][slot] = shaped(turn, player, self._shaping)
             self._touches[slot] += turn.infos[0]["reward_touch_puck"] > 0
             if turn.terminated or turn.truncated:
                 self._playing[slot] = False
                 numbers[slot] = self._numbers(slot, turn.infos[0]["winner"])
+        check_finite(self._seen, "an observation")
         infos: list[Mapping[str, Any]] = [{}] * self.n
+        paid, own, (terminated, truncated) = np.array(rewards), np.array(scores), np.array(ends, np.bool_)
         results = [
-            Result(agent, rewards[player], ends[0], ends[1], self._seen[player], infos, None, scores[player])
+            Result(agent, paid[player], terminated, truncated, self._seen[player], infos, None, own[player])
             for player, agent in enumerate(AGENTS)
         ]
         return Moved(results, len(playing), list(numbers), numbers)

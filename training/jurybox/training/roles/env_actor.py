@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 
-from jurybox.training.algorithms.base import Array, Arrays, Progress
+from jurybox.training.algorithms.base import Algorithm, Array, Arrays, Progress
 from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting
 from jurybox.training.replay import Replay, Streams
 from jurybox.training.roles.curriculum import Task
@@ -141,24 +141,27 @@ class EnvActor(Actor):
 
     def _choose(self, split: _Split, asked: Asked) -> Array:
         waiting, recorder = asked.waiting, split.recorders[asked.waiting.agent]
-        algorithm = recorder.player.algorithm
-        progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
-        if explores := algorithm.exploration(progress):
-            self.context.metrics(**explores)
         columns: Arrays = {}
         chosen: Array | None = None
-        if asked.newest is None:
-            pass
-        elif self._exploration is not None:
-            chosen = self._exploration.explore(algorithm.greedy(asked.newest()), split.numbers)
-        elif progress.env_steps < self._random_until[waiting.agent]:
-            mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
-            chosen = algorithm.spec.action.sample(self._random, split.adapter.n, mask)
-        else:
-            chosen, columns = algorithm.explore(asked.newest(), self._random, progress)
+        if asked.newest is not None and self._exploration is not None:
+            chosen = self._exploration.explore(recorder.player.algorithm.greedy(asked.newest()), split.numbers)
+        elif asked.newest is not None:
+            chosen, columns = self._explore(split, waiting, recorder.player.algorithm, asked.newest)
         actions = split.cast.actions(asked, chosen)
         recorder.acted(waiting, actions, columns)
         return actions
+
+    def _explore(
+        self, split: _Split, waiting: Waiting, algorithm: Algorithm, outputs: Callable[[], Arrays]
+    ) -> tuple[Array, Arrays]:
+        """Let the algorithm explore."""
+        progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
+        if explores := algorithm.exploration(progress):
+            self.context.metrics(**explores)
+        if progress.env_steps >= self._random_until[waiting.agent]:
+            return algorithm.explore(outputs(), self._random, progress)
+        mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
+        return algorithm.spec.action.sample(self._random, split.adapter.n, mask), {}
 
     def save(self) -> dict[str, Any]:
         # In general an environment's state cannot be saved: a resumed run begins new episodes, and this one goes on.
@@ -282,6 +285,7 @@ class _Recorder:
         """Add the rows of the last actions, if it has acted."""
         self.totals += result.scores
         ended = result.terminated | result.truncated
+        any_ended = ended.any()
         row, self._row = self._row, None
         if row is not None and self._rows is not None:
             row |= {"reward": result.reward.astype(np.float32), "terminated": result.terminated}
@@ -292,12 +296,13 @@ class _Recorder:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}
             self._rows.add(row)
             self.t += 1
-            if not self.player.algorithm.on_policy:
+            if any_ended and not self.player.algorithm.on_policy:
                 for number in np.flatnonzero(result.truncated & ~result.terminated).tolist():
                     mask = {} if result.mask is None else {MASK: result.mask[number]}
                     self._rows.end(number, observation=result.rows[number], **mask)
-        self._discounted[ended] = 0.0
-        self.t[ended] += 1  # an agent may come back in the same episode of the environment
+        if any_ended:
+            self._discounted[ended] = 0.0
+            self.t[ended] += 1  # an agent may come back in the same episode of the environment
 
 
 class _Rows:
