@@ -64,7 +64,7 @@ class Pieces:
                     waited = ticket._in_flight()
                     assert waited is not None
                     lane.wait(waited, deadline)
-                    self._answered[at, ticket.rows] = ticket._into(self._outputs, at)
+                    self._answered[at, ticket.rows] = ticket.take_into(self._outputs, at)
                 except RowFailed as error:
                     self._take_part(at, ticket.rows, error)
                 except Error as error:

@@ -225,7 +225,7 @@ class Ticket:
             self._lane.give(self._run)
         return self._reply
 
-    def _into(self, outputs: dict[str, Any], at: int) -> int:
+    def take_into(self, outputs: dict[str, Any], at: int) -> int:
         """Copy the outputs to rows `at` and after, release the ticket's rows and return the weights version."""
         answer = self._checked()
         self._lane.codec.take_into(self._lane.columns, self.first, self.rows, outputs, at)

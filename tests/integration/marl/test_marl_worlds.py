@@ -17,8 +17,8 @@ from tests.integration.marl.worlds import SPACES, Kinds
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.environments.pettingzoo_env import AgentView, World
 from jurybox.training.replay import Replay, Windows
+from jurybox.training.roles.env_actor import Cast
 from jurybox.training.roles.evaluation import EnvEvaluator, Suite
-from jurybox.training.roles.policy_client import Cast
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import State, Word

@@ -67,7 +67,7 @@ def test_served_hockey_in_a_cluster_has_a_registry_and_its_past_selves_are_carri
     planned = plan(settings(policy="served"), tmp_path, engine="hockey")
     assert planned.folders == {"pool": str(tmp_path / "pool"), endpoints.REGISTRY: str(tmp_path / "engines")}
     actor = planned.roles[0]
-    assert actor.settings["engine"] == "hockey" and planned.server is None, "the learner knows of none"
+    assert actor.settings["clients"]["engine"] == "hockey" and planned.server is None, "the learner knows of none"
     assert endpoints.REGISTRY not in plan(settings(), tmp_path).folders
 
 

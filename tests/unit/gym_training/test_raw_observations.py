@@ -136,7 +136,8 @@ def test_worker_server_export_and_play_choose_the_same_action(tmp_path, algorith
     envs = GymEnvs(6, s.env, s.env_args, clips=made.chooses[1] == "clip", masked=spec.masked)
     for number in range(6):
         envs.begin(number, number)
-    observation, rows = envs.waiting()[1:]
+    waits = envs.waiting()
+    observation, rows = waits.observation, waits.rows
     network = made.network()
     network.load_state_dict(state)
     with torch.inference_mode():

@@ -9,9 +9,10 @@ import pytest
 from tests.unit.algorithms.acting import algorithm, spec_of
 
 from jurybox.training.environments.adapter import Moved, Result, Waiting
-from jurybox.training.roles.env_actor import _Recorder, _Split
+from jurybox.training.roles.env_actor import Cast, _Recorder, _Split
 from jurybox.training.roles.evaluation import EnvEvaluator, Suite
-from jurybox.training.roles.policy_client import NEWEST, Cast, Player, PolicyClient
+from jurybox.training.roles.players import Player
+from jurybox.training.roles.policy_client import NEWEST, PolicyClient
 from jurybox.training.runtime.plan import ConfigError
 
 
@@ -102,6 +103,15 @@ def test_the_newest_policy_is_not_asked_where_it_plays_nowhere() -> None:
     again = found.ask(adapter.waiting().others[0])
     assert again.past == [] and again.newest is not None
     assert found.actions(again, again.newest()["action"]).ravel().tolist() == [0.5] * 2, "no bot stays"
+
+
+def test_the_newest_policy_is_not_asked_where_its_actions_are_drawn_at_random() -> None:
+    adapter, policies, _, found = cast(2)
+    found.begin(0, 7, {"left": "pool:3"})
+    asked = found.ask(adapter.waiting(), random=True)
+    assert asked.random and asked.newest is None and policies.asked == [("pool:3", [0], 0)]
+    found.begin(1, 7, {"left": "bot"})
+    assert not found.ask(adapter.waiting(), random=True).random, "it plays in none of them"
 
 
 def test_agents_that_act_together_are_asked_for_at_once_and_act_in_turn() -> None:

@@ -33,8 +33,9 @@ class World:
         DRAWN.append((epoch, random.random(), float(np.random.standard_normal()), float(torch.rand(()))))
 
 
-def actor():
-    context = SimpleNamespace(seed=5, spec=SimpleNamespace(threads=torch.get_num_threads()), episode=lambda **_: None)
+def actor(ended=0):
+    spec = SimpleNamespace(threads=torch.get_num_threads())
+    context = SimpleNamespace(seed=5, spec=spec, own_episodes=ended, episode=lambda **_: None)
     return SorrelActor(context, make=(f"{__name__}:World", {}), groups={})
 
 
@@ -46,7 +47,7 @@ def test_a_resumed_actor_draws_what_it_would_have_drawn(tmp_path):
     write_state(tmp_path / "actor.state", first.save())
     for _ in range(4):
         first.step()
-    resumed = actor()
+    resumed = actor(ended=2)
     resumed.restore(read_state(tmp_path / "actor.state"))
     for _ in range(4):
         resumed.step()

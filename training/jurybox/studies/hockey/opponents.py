@@ -94,7 +94,7 @@ class LocalPolicies(PolicyClient):
 
     Args:
         algorithm: has a `networks.DeterministicActor`.
-        rows, splits, max_lag: see `policy_client`; what is computed here needs none of them but the number of games.
+        rows, splits, max_lag: see `players.policy_client`; what is computed here needs none but the number of games.
         pool: members of the league.
     """
 

@@ -103,7 +103,7 @@ class ServedPolicies(ServedPolicy):
     Both get the published weights. A past self that the server does not have plays from its file.
 
     Args:
-        algorithm, rows, splits, max_lag: see `policy_client`.
+        algorithm, rows, splits, max_lag: see `players.policy_client`.
         pool: members of the league.
         past: name of the model of past selves on the plan's server.
         engine: name of the cluster's engine; None: the plan's server.

@@ -42,7 +42,7 @@ class Result(NamedTuple):
         rows: (n, ...) what it observes now, as a replay holds it.
         infos: of each environment.
         mask: bool (n, actions), of what it may choose now; None: the policy takes no masks.
-        score: float64 (n,), what returns are reported of, where that is not the reward that is learned from.
+        score: float64 (n,), what returns are reported of, where that is not the reward that is learned from; else None.
     """
 
     agent: str
@@ -53,11 +53,6 @@ class Result(NamedTuple):
     infos: Sequence[Mapping[str, Any]]
     mask: Array | None = None
     score: npt.NDArray[np.float64] | None = None
-
-    @property
-    def scores(self) -> npt.NDArray[np.float64]:
-        """What returns are reported of."""
-        return self.reward if self.score is None else self.score
 
 
 class Moved(NamedTuple):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from jurybox.training.algorithms.base import Algorithm, Array, Arrays, Progress
-from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting
+from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting, WithBots
 from jurybox.training.replay import Replay, Streams
 from jurybox.training.roles.curriculum import Task
-from jurybox.training.roles.policy_client import Asked, Cast, Player, players
+from jurybox.training.roles.players import Player, players
+from jurybox.training.roles.policy_client import NEWEST, PAST
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError, load
 from jurybox.training.runtime.role_context import Actor, RoleContext
@@ -51,7 +52,7 @@ class EnvActor(Actor):
         results: name of the replay for the results of its episodes.
         exploration: "make", the "module:callable" of an `Exploration`, called with the context and `n`, and its
             further arguments; None: the algorithm explores.
-        clients: see `policy_client.players`.
+        clients: see `players.players`.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class EnvActor(Actor):
                 replay = context.replay(policies[agent]) if recorded is None or agent in recorded else None
                 episodes, discount = first + place * n + np.array(numbers), (discounts or {}).get(policies[agent])
                 recorders[agent] = _Recorder(player, replay, episodes, begun, discount)
-            self._splits.append(_Split(one, numbers, recorders, Cast(one, found, split)))
+            self._splits.append(_Split(one, numbers, recorders, Cast(one, found, split), self._at_random))
         self._turn_of = 0  # the split that steps next
         self._playing = False
 
@@ -145,23 +146,25 @@ class EnvActor(Actor):
         chosen: Array | None = None
         if asked.newest is not None and self._exploration is not None:
             chosen = self._exploration.explore(recorder.player.algorithm.greedy(asked.newest()), split.numbers)
-        elif asked.newest is not None:
-            chosen, columns = self._explore(split, waiting, recorder.player.algorithm, asked.newest)
+        elif asked.newest is not None or asked.random:
+            chosen, columns = self._explore(split, asked, recorder.player.algorithm)
         actions = split.cast.actions(asked, chosen)
         recorder.acted(waiting, actions, columns)
         return actions
 
-    def _explore(
-        self, split: _Split, waiting: Waiting, algorithm: Algorithm, outputs: Callable[[], Arrays]
-    ) -> tuple[Array, Arrays]:
+    def _explore(self, split: _Split, asked: Asked, algorithm: Algorithm) -> tuple[Array, Arrays]:
         """Let the algorithm explore."""
         progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
         if explores := algorithm.exploration(progress):
             self.context.metrics(**explores)
-        if progress.env_steps >= self._random_until[waiting.agent]:
-            return algorithm.explore(outputs(), self._random, progress)
-        mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
+        if asked.newest is not None:
+            return algorithm.explore(asked.newest(), self._random, progress)
+        mask = asked.waiting.observation.get(MASK) if algorithm.spec.masked else None
         return algorithm.spec.action.sample(self._random, split.adapter.n, mask), {}
+
+    def _at_random(self, agent: str) -> bool:
+        """Whether the newest policy's actions are drawn at random: nobody asks for its outputs then."""
+        return self._exploration is None and self.context.env_steps < self._random_until[agent]
 
     def save(self) -> dict[str, Any]:
         # In general an environment's state cannot be saved: a resumed run begins new episodes, and this one goes on.
@@ -206,6 +209,95 @@ class EnvActor(Actor):
             self._results.add(label=split.tasks[number].label, **told)
 
 
+class Asked(NamedTuple):
+    """Actions that are being computed.
+
+    Attributes:
+        waiting: who acts.
+        newest: gives the newest policy's outputs for all environments; None: nobody needs them.
+        past: environments and the outputs of the policy that plays there.
+        random: whether actions are drawn at random where the newest policy plays.
+    """
+
+    waiting: Waiting
+    newest: Callable[[], Arrays] | None
+    past: list[tuple[list[int], Callable[[], Arrays]]]
+    random: bool = False
+
+
+class Cast:
+    """Who plays which agent in an adapter's environments: the newest policy, a past one, or one of its bots.
+
+    Args:
+        split: number of the adapter, where a role has several.
+    """
+
+    def __init__(self, adapter: Adapter, players: Mapping[str, Player], split: int = 0) -> None:
+        self._adapter, self._players, self._split = adapter, players, split
+        self._past: dict[str, dict[int, str]] = {agent: {} for agent in adapter.agents}
+        self._bots: dict[str, dict[int, Callable[[Array], Array]]] = {agent: {} for agent in adapter.agents}
+
+    def begin(self, environment: int, seed: int, named: Mapping[str, str]) -> None:
+        """An episode begins in which agents are played by those that are named, all others by the newest policy.
+
+        Raises:
+            KeyError: nobody has such a name.
+        """
+        for agent in self._adapter.agents:
+            past, bots, name = self._past[agent], self._bots[agent], named.get(agent, NEWEST)
+            past.pop(environment, None)
+            bots.pop(environment, None)
+            if name.startswith(PAST):
+                past[environment] = name
+            elif name != NEWEST:
+                bots[environment] = cast("WithBots", self._adapter).scripted(name, seed)
+
+    def newest(self, environment: int) -> list[str]:
+        """Return the agents that the newest policy plays there."""
+        return [
+            agent
+            for agent in self._adapter.agents
+            if environment not in self._past[agent] and environment not in self._bots[agent]
+        ]
+
+    def ask(self, waiting: Waiting, *, random: bool = False) -> Asked:
+        """Let an agent's actions be computed; where `random`, not those of the newest policy."""
+        policy = self._players[waiting.agent].policy
+        past, bots = self._past[waiting.agent], self._bots[waiting.agent]
+        groups: dict[str, list[int]] = {}
+        for environment, name in past.items():
+            groups.setdefault(name, []).append(environment)
+        asked = [
+            (rows, policy.submit({name: each[rows] for name, each in waiting.observation.items()}, who, self._split))
+            for who, rows in groups.items()
+        ]
+        alone = len(past) + len(bots) < self._adapter.n
+        newest = policy.submit(waiting.observation, split=self._split) if alone and not random else None
+        return Asked(waiting, newest, asked, random=random and alone)
+
+    def actions(self, asked: Asked, chosen: Array | None) -> Array:
+        """Return the actions of all environments.
+
+        Args:
+            chosen: those of the newest policy, (n, ...); None where it plays in none.
+        """
+        agent, observation = asked.waiting.agent, asked.waiting.observation
+        algorithm, bots = self._players[agent].algorithm, self._bots[agent]
+        found = {
+            row: action
+            for rows, outputs in asked.past
+            for row, action in zip(rows, algorithm.greedy(outputs()), strict=True)
+        }
+        if bots:
+            (seen,) = observation.values()
+            found |= {row: bot(seen[row]) for row, bot in bots.items()}
+        if chosen is None:
+            return np.stack([found[row] for row in range(self._adapter.n)])
+        for row, action in found.items():
+            chosen[row] = action
+        return chosen
+
+
 class _Split:
     """Environments that step together.
 
@@ -214,8 +306,16 @@ class _Split:
         tasks: of the episodes in them. lengths: of these episodes so far. infos: of each environment's last step.
     """
 
-    def __init__(self, adapter: Adapter, numbers: Sequence[int], recorders: dict[str, _Recorder], cast: Cast) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        numbers: Sequence[int],
+        recorders: dict[str, _Recorder],
+        cast: Cast,
+        at_random: Callable[[str], bool] = lambda agent: False,
+    ) -> None:
         self.adapter, self.numbers, self.recorders, self.cast = adapter, numbers, recorders, cast
+        self._at_random = at_random
         self.tasks = [_ANY] * adapter.n
         self.lengths = np.zeros(adapter.n, np.int64)
         self.infos: list[Mapping[str, Any]] = [{}] * adapter.n
@@ -226,7 +326,7 @@ class _Split:
         waiting = self.adapter.waiting()
         for each in (waiting, *waiting.others):
             if each.agent not in self._asked:
-                self._asked[each.agent] = self.cast.ask(each)
+                self._asked[each.agent] = self.cast.ask(each, random=self._at_random(each.agent))
 
     def asked(self) -> Asked:
         """Return what the agent whose turn it is was asked for; the next call is for the next turn."""
@@ -283,7 +383,7 @@ class _Recorder:
 
     def add(self, result: Result) -> None:
         """Add the rows of the last actions, if it has acted."""
-        self.totals += result.scores
+        self.totals += result.reward if result.score is None else result.score
         ended = result.terminated | result.truncated
         any_ended = ended.any()
         row, self._row = self._row, None

@@ -11,7 +11,9 @@ import numpy as np
 
 from jurybox.training.algorithms.base import Array, Progress
 from jurybox.training.environments.adapter import Adapter, Waiting
-from jurybox.training.roles.policy_client import NEWEST, Cast, players
+from jurybox.training.roles.env_actor import Cast
+from jurybox.training.roles.players import players
+from jurybox.training.roles.policy_client import NEWEST
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Evaluator, RoleContext
 from jurybox.training.spaces import MASK, ContractBroken
@@ -77,7 +79,8 @@ def play_episodes(
         moved = adapter.step(choose(adapter.waiting()))
         numbers, episodes = list(playing), list(playing.values())
         for result in moved.results:
-            totals[result.agent][episodes] += result.scores[numbers]
+            scores = result.reward if result.score is None else result.score
+            totals[result.agent][episodes] += scores[numbers]
         if moved.steps:
             lengths[episodes] += 1
         for number in moved.over:
@@ -101,7 +104,7 @@ class Suite(NamedTuple):
 
     Attributes:
         name: at the end of its numbers' names: "wins_weak".
-        players: who plays agents that the newest policy does not play, see `policy_client.Cast`.
+        players: who plays agents that the newest policy does not play, see `env_actor.Cast`.
     """
 
     name: str = ""
@@ -124,7 +127,7 @@ class EnvEvaluator(Evaluator):
         explore: whether actions are explored as at the end of the training; else without exploration.
         against_random: whether the same episodes are once played at random: numbers random_AGENT.
         suites: by name, the `players` of a `Suite`; each has these episodes. None: the newest policy plays all agents.
-        clients: see `policy_client.players`.
+        clients: see `players.players`.
     """
 
     def __init__(
