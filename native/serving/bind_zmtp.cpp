@@ -181,6 +181,7 @@ void bind_zmtp(nb::module_& m) {
         .def_prop_ro("unanswered", [](const Link& self) { return self.unanswered(); }, "Sequence numbers in flight, or those in flight when the connection broke.")
         .def_prop_ro("ready", &Link::ready, "Whether messages can be exchanged: the handshake is complete.")
         .def_prop_ro("broken", &Link::broken, "Whether the connection is broken.")
+        .def_prop_ro("was_ready", &Link::was_ready, "Whether the handshake was completed, also of a connection that has broken since.")
         .def_prop_ro("descriptor", &Link::descriptor, "A descriptor that is readable if `receive` would read or send something.")
         .def_prop_ro("silence", [](const Link& self) { return static_cast<double>(self.silence_ns()) * 1e-9; }, "Seconds since the last bytes arrived.")
         .def("ping", &Link::ping, nb::lock_self(), "Send a PING, whose answer ends the silence.")

@@ -172,6 +172,7 @@ class Zmtp {
 
     // Return whether messages can be exchanged; false before the handshake and after the connection broke.
     bool ready() const { return ready_ && !broken(); }
+    bool was_ready() const { return ready_; }
     bool broken() const { return fd_ < 0 || !why_.empty(); }
     const std::string& why() const { return why_; }
     // A descriptor that is readable if the socket has data, or accepts bytes that were kept.

@@ -176,6 +176,16 @@ def test_a_server_that_never_shakes_hands_is_gone(impatient):
         connection.close()
 
 
+def test_a_connection_that_ended_before_anybody_looked_at_it_is_reopened(router, impatient):
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    connection = DirectConnection(f"tcp://127.0.0.1:{port}")
+    wait_until(lambda: (connection.link.look(), connection.link.ready)[1], 20, "it stands")
+    time.sleep(0.4)  # longer than a server that is gone is waited for
+    connection.link.close()
+    assert connection.stands(), "the server lives"
+    connection.close()
+
+
 def test_a_connection_that_ended_is_reopened_and_its_requests_get_errors(router):
     port = router.bind_to_random_port("tcp://127.0.0.1")
     connection = DirectConnection(f"tcp://127.0.0.1:{port}")

@@ -196,7 +196,8 @@ class DirectConnection(OneEngine):
                     self.engines["state"] = EngineState.SERVING
                     return True
         if link is None or link.broken:
-            if self._broken_at is None:
+            # If nobody has looked since it was made, it counts as standing until now: the relay closes idle ones.
+            if self._broken_at is None or (link is not None and link.was_ready):
                 self._broken_at = now
                 self.engines["incarnation"] += 1
                 self.engines["state"] = EngineState.ABSENT
