@@ -11,8 +11,7 @@ import tritonclient.http
 from tests.serving import serving
 
 LOCAL = "127.0.0.1:0"
-# Of the regions in test_tritonclient_memory.py; and all sequences for one connection.
-OPT_IN = {"shared_memory_prefix": "oip_test_", "sessions_share": 1.0}
+OPT_IN = {"shared_memory_prefix": "oip_test_"}  # of the regions in test_tritonclient_memory.py
 
 
 @pytest.fixture(scope="package")

@@ -583,7 +583,7 @@ def near(tmp_path_factory):
     models = {name: {**running_sum, "rows": rows} for name, rows in (("few", 18), ("kept", 18), ("fewer", 9))}
     length = {"factory": "tests.reward_models:text_length", "max_batch": 4, "rows": 16}
     models |= {f"length-{target}": length for target in ("model", "panel", "juror")}
-    options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "sessions_share": 1.0}
+    options = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
     options["more"] = "[panels.both.members]\nlength-panel = {weight = 1.0, output = 'score'}\n"
     with serving(tmp_path_factory.mktemp("near"), models, **options) as running, running.connect() as connection:
         yield connection

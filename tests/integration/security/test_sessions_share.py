@@ -29,7 +29,7 @@ def told(request, tmp_path_factory):
         "tcp": {"tcp": LOCAL},
     }
     with (
-        serving(tmp_path_factory.mktemp("share"), MODELS, **ports[request.param]) as server,
+        serving(tmp_path_factory.mktemp("share"), MODELS, sessions_share=0.5, **ports[request.param]) as server,
         server.connect() as client,
     ):
         yield client.status()["server"]

@@ -38,7 +38,7 @@ from jurybox.server.security.limits import CALLER, sessions_share
 
 Key = tuple[Any, ...]  # the model, then the sequence's name
 
-SESSIONS_SHARE = 0.5  # of a model's sessions, that one connection may hold
+SESSIONS_SHARE = 1.0  # of a model's sessions, that one connection may hold
 IDLE = 60.0  # seconds without a request after which a sequence ends
 _OVERTAKEN = 0.25  # seconds that a step waits for its predecessor, which it may have overtaken on the way
 _LOOK = 0.005  # seconds between two checks whether the predecessor has arrived

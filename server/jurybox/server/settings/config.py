@@ -169,7 +169,7 @@ class ServerSettings(SecuritySettings):
     drain_timeout: Seconds = 10.0
     engine_timeout: Seconds = 30.0  # half of the default time-out of a request, which so outlives a replaced engine
     sequence_idle: Seconds = 60.0
-    sessions_share: float = Field(default=0.5, gt=0.0, le=1.0)
+    sessions_share: float = Field(default=1.0, gt=0.0, le=1.0)
     max_restarts: int = Field(default=5, ge=0, le=1_000_000)
     traces: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
