@@ -194,6 +194,17 @@ def step_in_a_loop(sessions, x, came):
     asyncio.run(ask())
 
 
+def step_in_a_loop_with_version(sessions, x, came):
+    async def ask():
+        came.append((await sessions.infer_reply_async(x)).outputs)
+
+    asyncio.run(ask())
+
+
+def step_with_version(sessions, x, came):
+    came.append(sessions.infer_reply(x).outputs)
+
+
 def load(sessions, x, came):
     sessions.set_state({"total": np.full(2, 1000, np.float32)})
     came.append(None)
@@ -202,7 +213,9 @@ def load(sessions, x, came):
 STEPS = {
     "infer": lambda sessions, x, came: came.append(sessions.infer(x)),
     "by number": lambda sessions, x, came: came.append(sessions.infer(x, session=[1, 0])),
+    "infer_reply": step_with_version,
     "infer_async": step_in_a_loop,
+    "infer_reply_async": step_in_a_loop_with_version,
     "submit": lambda sessions, x, came: came.append(sessions.submit(x)),
     "set_state": load,
 }
@@ -215,7 +228,7 @@ def test_ctrl_c_in_every_place_of_a_step_makes_no_second_step_of_the_next(client
     """The caller has no answer: either its sessions are as before, or lost, and say so until they are reset."""
     x = np.ones((2, 1), np.float32)
     with client.model("sum", rows=1).sessions(2) as sessions:
-        if way == "infer" and request.node.callspec.params["client"] in ("shm", "zmq"):
+        if way in ("infer", "infer_reply") and request.node.callspec.params["client"] in ("shm", "zmq"):
             stride = min(stride, 2)  # there are few
         ends = collections.Counter()
         for number in itertools.count(0, stride):
@@ -227,7 +240,7 @@ def test_ctrl_c_in_every_place_of_a_step_makes_no_second_step_of_the_next(client
                 outputs = came[0].result().outputs if way == "submit" else came[0]
                 assert outputs is None or outputs.tolist() == [begun + 1] * 2
             else:
-                if way == "infer_async":
+                if way.endswith("async"):
                     gc.collect()  # a task keeps its error, and that the frames with their rows
                 try:
                     now = sessions.infer(x).tolist()

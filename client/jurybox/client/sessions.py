@@ -97,7 +97,14 @@ class Sessions(Closing):
             Refused: the request is not allowed.
             ServerGone: the server ended, and was not restarted in time.
         """
-        return self._answered(inputs, session, reset, timeout, version)[0]
+        advances = self._book.advances
+        try:  # around all that is done with the answer: see `interrupted`
+            return self._answered(inputs, session, reset, timeout, version)[0]
+        except (Error, ValueError, TypeError):
+            raise
+        except BaseException:
+            self._book.interrupted(session, advances)
+            raise
 
     def infer_reply(
         self,
@@ -109,25 +116,20 @@ class Sessions(Closing):
         version: int = 0,
     ) -> Reply:
         """Like `infer`, but return a `Reply` with the weights version, the oldest one used."""
-        return Reply(*self._answered(inputs, session, reset, timeout, version))
-
-    def _answered(
-        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
-    ) -> tuple[Any, int]:
-        """Return the outputs and the version."""
         advances = self._book.advances
         try:
-            return self._outputs(inputs, session, reset, timeout, version_of(version))
+            return Reply(*self._answered(inputs, session, reset, timeout, version))
         except (Error, ValueError, TypeError):
             raise
         except BaseException:
             self._book.interrupted(session, advances)
             raise
 
-    def _outputs(
+    def _answered(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
     ) -> tuple[Any, int]:
-        requests = self._requests
+        """Return the outputs and the version."""
+        requests, version = self._requests, version_of(version)
         self._refuse_nested()
         if session is None and not version and self._pinned is None:
             try:
@@ -218,7 +220,14 @@ class Sessions(Closing):
         version: int = 0,
     ) -> Any:
         """Like `infer`, as a coroutine."""
-        return (await self._answered_async(inputs, session, reset, timeout, version))[0]
+        advances = self._book.advances
+        try:
+            return (await self._answered_async(inputs, session, reset, timeout, version))[0]
+        except (Error, ValueError, TypeError):
+            raise
+        except BaseException as error:
+            self._interrupted(error, session, advances)
+            raise
 
     async def infer_reply_async(
         self,
@@ -230,29 +239,31 @@ class Sessions(Closing):
         version: int = 0,
     ) -> Reply:
         """Like `infer_reply`, as a coroutine."""
-        return Reply(*await self._answered_async(inputs, session, reset, timeout, version))
+        advances = self._book.advances
+        try:
+            return Reply(*await self._answered_async(inputs, session, reset, timeout, version))
+        except (Error, ValueError, TypeError):
+            raise
+        except BaseException as error:
+            self._interrupted(error, session, advances)
+            raise
+
+    def _interrupted(self, error: BaseException, session: Numbers | None, advances: int) -> None:
+        import asyncio  # the loop's
+
+        if not isinstance(error, asyncio.CancelledError):  # which comes where a step waits, and is settled there
+            self._book.interrupted(session, advances)
 
     async def _answered_async(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
     ) -> tuple[Any, int]:
         requests, version = self._requests, version_of(version)
-        deadline = requests.turns.deadline(timeout)
-        ask = partial(self._infer_async, inputs, session, reset, deadline, version)
-        advances = self._book.advances
+        ask = partial(self._infer_async, inputs, session, reset, requests.turns.deadline(timeout), version)
         try:
-            try:
-                return await ask()
-            except StaleLease:
-                pass
             return await ask()
-        except (Error, ValueError, TypeError):
-            raise
-        except BaseException as error:
-            import asyncio  # the loop's
-
-            if not isinstance(error, asyncio.CancelledError):  # which comes where a step waits, and is settled there
-                self._book.interrupted(session, advances)
-            raise
+        except StaleLease:
+            pass
+        return await ask()
 
     async def _infer_async(
         self, inputs: Any, session: Numbers | None, reset: Mask | None, deadline: int, version: int
