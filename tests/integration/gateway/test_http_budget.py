@@ -198,7 +198,7 @@ def test_a_connection_beyond_those_in_use_is_told_so(served, monkeypatch):
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(contextlib.closing(served.connected())).sendall(b"POST /echo HT")
-        wait_until(lambda: sum(one.receiving for one in served.server.connections()) >= 7, 20, "their bytes")
+        wait_until(lambda: sum(one.receiving for one in served.server.connections()) == 8, 20, "their bytes")
         peer, came = stack.enter_context(contextlib.closing(served.connected())), b""
         peer.settimeout(20)
         while part := peer.recv(1000):

@@ -178,7 +178,7 @@ def test_a_connection_too_many_gets_a_refusal(ways, monkeypatch):
     served = Served(*ways)
     try:
         with served.connected() as first:
-            first.sendall(head().encode() + b"x")  # in the middle of its request, so that it makes no room
+            first.sendall(head("/echo", MOST).encode() + b"x")  # in the middle of its request, so that it makes no room
             wait_until(lambda: any(one.receiving for one in served.server.connections()), 20, "it has begun")
             status, _, _ = answer_to(served, head("/echo", MOST), bytes(MOST))
             assert status == 503

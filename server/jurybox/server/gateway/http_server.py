@@ -148,10 +148,13 @@ class _Counted:
         self._heard = time.monotonic()
         super().connection_made(ConnectionTransport(transport, self._close))  # type: ignore[misc]
         self._app, self.app = self.app, self._in_turn
-        if len(self.connections) >= HTTP_CONNECTIONS and not self._make_room():
-            self.connections.discard(self)
+        if len(self.connections) > HTTP_CONNECTIONS and not self._make_room():
+            self._broken = True
             self.transport.write(_FULL + b"content-length: %d\r\n\r\n%b" % (len(_WHY_FULL), _WHY_FULL))
-            self.transport._transport.close()
+            if len(self.connections) > 2 * HTTP_CONNECTIONS:
+                self.transport._transport.close()  # its client may see a reset instead
+            else:
+                self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -271,9 +274,12 @@ class _Counted:
         transport.resume_reading()
 
     def _make_room(self) -> bool:
-        """End the connection that has been idle for longest, or one that has not said a word; return whether it did."""
+        """Return whether there is room, after ending one that has been idle for longest, or has not said a word."""
         before = time.monotonic() - _LULL
-        idle = [one for one in self.connections if one.between and not one._unsent and one is not self]
+        used = [one for one in self.connections if one._since is None]  # the others have their last answer
+        if len(used) <= HTTP_CONNECTIONS:
+            return True
+        idle = [one for one in used if one.between and not one._unsent and one is not self]
         found = [one for one in idle if one._heard < before] or [one for one in idle if not one._asked]
         if found:
             longest = min(found, key=lambda one: one._heard)
@@ -597,7 +603,6 @@ class HttpServer:
                 lifespan="off",
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE,
-                limit_concurrency=HTTP_CONNECTIONS,
                 h11_max_incomplete_event_size=_MOST_HEADERS,
                 ssl_certfile=access.tls_cert,
                 ssl_keyfile=access.tls_key,
