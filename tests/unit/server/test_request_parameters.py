@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused
-from jurybox.server.gateway.inference.tensors import request_parameters, weights_version
+from jurybox.server.gateway.inference.parameters import request_parameters, weights_version
 
 
 def test_a_models_version_is_a_whole_number_that_weights_can_have():

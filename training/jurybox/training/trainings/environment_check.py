@@ -8,6 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -216,8 +217,11 @@ class _Slowest:
 
 def _children() -> set[int]:
     """Return the process ids of this process's children."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for each in lists for pid in each.read_text().split()}
+    found: set[int] = set()
+    for each in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # its thread has ended meanwhile
+            found |= {int(pid) for pid in each.read_text().split()}
+    return found
 
 
 def _range(numbers: Sequence[float]) -> str:
