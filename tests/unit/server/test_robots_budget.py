@@ -83,7 +83,7 @@ class Serving:
 @contextlib.asynccontextmanager
 async def joined(budget, serving):
     """A robot's connection, and the two ends of its peer."""
-    kind = type("Connection", (RobotConnection,), {"budget": budget, "turns": Turns(), "open": set()})
+    kind = type("Connection", (RobotConnection,), {"budget": budget, "turns": Turns(), "open": set(), "clients": 1})
     robots = []
 
     def made():
@@ -104,6 +104,36 @@ async def joined(budget, serving):
             await asyncio.sleep(0.01)
     assert budget.held(RECEIVED) == 0
     listening.close()
+
+
+def test_as_many_as_there_are_free_places_may_come_at_once_and_only_one_beyond_those_that_wait_is_ended():
+    places, waiting = 100, 64
+
+    async def ended_of(count):
+        budget, serving, arrived = (
+            native.Budget((1 << 24, 1 << 24, 9), (1 << 24, 1 << 24, 9)),
+            Serving(reads=False),
+            set(),
+        )
+        kind = type("Port", (RobotConnection,), {"budget": budget, "turns": Turns(), "open": set(), "clients": places})
+
+        def made():
+            arrived.add(one := kind(ServerProtocol(), serving, max_queue=1))
+            return one
+
+        listening = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0, backlog=count)
+        peers = [await asyncio.open_connection(*listening.sockets[0].getsockname()) for _ in range(count)]
+        async with asyncio.timeout(20):
+            while len(arrived) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        ended = sum(one.transport.is_closing() for one in arrived)
+        for _, writer in peers:
+            writer.close()
+        listening.close()
+        return ended
+
+    assert asyncio.run(ended_of(places + waiting)) == 0
+    assert asyncio.run(ended_of(places + waiting + 1)) == 1
 
 
 def test_a_flood_of_small_messages_is_read_as_fast_as_it_is_parsed():

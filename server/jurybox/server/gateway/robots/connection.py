@@ -60,6 +60,7 @@ class RobotConnection(ServerConnection):
     budget: native.Budget  # of the process
     turns: Turns  # of the process
     open: set[RobotConnection]  # of the port
+    clients: int  # places of the port
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -79,7 +80,8 @@ class RobotConnection(ServerConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BaseProtocol`."""
         self.open.add(self)
-        if sum(not one.placed for one in self.open) > _MOST_WAITING:
+        # Who comes while places are free is about to get one: only more than can wait beside all of them are too many.
+        if len(self.open) > self.clients + _MOST_WAITING:
             self._make_room()
         self._reading = _Reading(transport, self._resumed)
         wrapped: Any = self._reading

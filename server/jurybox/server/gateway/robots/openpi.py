@@ -79,7 +79,7 @@ class RobotServer(RobotDoor):
             create_connection=type(
                 "PortConnection",
                 (RobotConnection,),
-                {"budget": self.budget, "turns": self.turns, "open": self._open},
+                {"budget": self.budget, "turns": self.turns, "open": self._open, "clients": self.settings["clients"]},
             ),
         )
 
