@@ -106,7 +106,7 @@ async def joined(budget, serving):
     listening.close()
 
 
-def test_as_many_as_there_are_free_places_may_come_at_once_and_only_one_beyond_those_that_wait_is_ended():
+def test_as_many_as_there_are_free_places_may_come_at_once_and_those_that_say_nothing_are_soon_few():
     places, waiting = 100, 64
 
     async def ended_of(count):
@@ -127,6 +127,12 @@ def test_as_many_as_there_are_free_places_may_come_at_once_and_only_one_beyond_t
             while len(arrived) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         ended = sum(one.transport.is_closing() for one in arrived)
+        for one in arrived:
+            one.end_silent(time.monotonic() + 1)
+        assert sum(one.transport.is_closing() for one in arrived) == ended, "they may be about to say hello"
+        for one in arrived:
+            one.end_silent(time.monotonic() + 3)
+        assert sum(not one.transport.is_closing() for one in arrived) == waiting
         for _, writer in peers:
             writer.close()
         listening.close()

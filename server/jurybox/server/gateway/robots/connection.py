@@ -27,6 +27,7 @@ from jurybox.server.security.pace import HEAP, Turns
 TRY_AGAIN_LATER = 1013  # of a close (IANA's registry)
 _GOING_AWAY, _TOO_BIG = 1001, 1009  # rfc-editor.org/rfc/rfc6455, section 7.4.1
 _MOST_WAITING = 64  # connections of a port that have no place
+_HELLO = 2.0  # seconds after which one that has not said hello is no robot among many that came at once
 _MOST_PARTS = 1024  # frames of a message
 _PART = 256  # bytes that a frame takes in memory beside its contents
 _PIECE = 1 << 10  # bytes that are parsed at once: of the smallest frames 2 ms; more only within a frame
@@ -156,7 +157,15 @@ class RobotConnection(ServerConnection):
         self._read_on()
 
     def end_silent(self, now: float) -> None:
-        """End a connection whose message does not go on; `now` is a time of the monotonic clock in s."""
+        """End a connection whose message does not go on, or one of too many that have not said hello for a while.
+
+        Args:
+            now: a time of the monotonic clock in s.
+        """
+        if now - self._heard >= _HELLO and self._silent and sum(not one.placed for one in self.open) > _MOST_WAITING:
+            self.open.discard(self)
+            self.abort()
+            return
         if self._stopped or now - self._heard < SILENCE:
             return
         if self.protocol.state is State.OPEN and (self._part or self._unparsed):
@@ -165,6 +174,11 @@ class RobotConnection(ServerConnection):
     def abort(self) -> None:
         """Close the connection at once."""
         self.transport.abort()
+
+    @property
+    def _silent(self) -> bool:
+        """Whether it has not said hello."""
+        return not self.placed and self.request is None
 
     @property
     def _unparsed(self) -> int:
@@ -257,5 +271,5 @@ class RobotConnection(ServerConnection):
     def _make_room(self) -> None:
         """End the connection that has waited for a place for longest, first of those that have not said hello."""
         waiting = [one for one in self.open if not one.placed and one is not self]
-        silent = [one for one in waiting if one.request is None]
+        silent = [one for one in waiting if one._silent]
         min(silent or waiting, key=lambda one: one._heard).abort()
