@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tests.serving import RunningServer, serving, wait_until
 
 from benchmarks.gpu.crowd import ClientFailed, Crowd, Sample, Window
@@ -371,8 +370,8 @@ def killed(at: Setup, found: Found) -> None:
         }
 
 
-def _device_memory() -> NDArray[np.float64]:
+def _device_memory() -> tuple[int, int]:
     """Free and total bytes of the first device."""
     import torch
 
-    return np.array(torch.cuda.mem_get_info(0), np.float64)
+    return torch.cuda.mem_get_info(0)

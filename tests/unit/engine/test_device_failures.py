@@ -21,6 +21,7 @@ from jurybox.protocol.weights import WeightsChannel, WeightsLayout, publisher
 from jurybox.protocol.weights.publisher import DeviceStage, Publisher
 from jurybox.server.engine import batches as batches_module
 from jurybox.server.engine import device as device_module
+from jurybox.server.engine import graphs as graphs_module
 from jurybox.server.engine import model_loader
 from jurybox.server.engine.device import DeviceLost, engine_device, use_device
 from jurybox.server.engine.device_regions import DeviceRegions, PublishedOnDevice
@@ -46,6 +47,7 @@ class Cuda:
         self.current, self.events, self.fails, self.graphs = "default", [], "", []
         for name in ("stream", "graph", "CUDAGraph", "current_stream", "graph_pool_handle"):
             patch.setattr(torch.cuda, name, getattr(self, name))
+        patch.setattr(graphs_module, "mend_random_numbers", lambda device: self.note("mended", device))
         patch.setattr(torch._C, "_cuda_endAllocateToPool", partial(self.note, "end"), raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", partial(self.note, "release"), raising=False)
 
@@ -132,7 +134,8 @@ def test_a_failed_capture_leaves_nothing_behind(cuda, fails, ended):
     with pytest.raises(Exception, match="previous error" if fails == "end" else "no"):
         cuda.captured()
     assert cuda.current == "default"
-    assert [event for event in cuda.events if event[0] in ("end", "release")] == ended
+    after = cuda.events[cuda.events.index(("held",)) + 2 :]
+    assert after == [*ended, ("mended", GPU)]  # before other models compute again, which may draw random numbers
     assert [each() is not None for each in cuda.graphs] == [fails == "end"]  # torch may still refer to that one
 
 
@@ -177,9 +180,8 @@ def test_a_capture_that_failed_is_not_tried_at_every_wake(sound, error, tried):
     assert len(captures) == tried
 
 
-def test_after_a_failed_capture_a_model_has_no_graphs_and_others_have_their_random_numbers(sound, monkeypatch):
-    mended, reports = [], []
-    monkeypatch.setattr(device_module, "mend_random_numbers", lambda device: mended.append((device, [*sound])))
+def test_after_a_failed_capture_a_model_has_no_graphs(sound):
+    reports = []
     model = served(Arena())
     model._report = lambda event, **fields: reports.append((event, fields))
     model._wants_graphs = True
@@ -188,10 +190,14 @@ def test_after_a_failed_capture_a_model_has_no_graphs_and_others_have_their_rand
     def fail(alone):
         raise ValueError("no")
 
-    first.capture, second.capture = lambda alone: setattr(first, "graphs", "captured"), fail
+    def captured(alone):
+        first.graphs = first._joined = "captured"
+        first.joined_rows = 4
+
+    first.capture, second.capture = captured, fail
     model.warm_up()
-    assert first.graphs is None and second.graphs is None
-    assert mended == [(CPU, [CPU])]  # once the device has done what was queued
+    assert [(buffer.graphs, buffer._joined, buffer.joined_rows) for buffer in model._buffers] == [(None, None, 0)] * 2
+    assert sound == [CPU]  # the device has done what was queued
     assert reports == [("no CUDA graphs", {"model": "m", "reason": "ValueError: no"})]
 
 
@@ -228,28 +234,21 @@ def test_a_woken_model_is_captured_and_read_by_other_streams_once_its_weights_ha
     assert events == ["wake", "wake", GPU, "capture", "capture"]
 
 
-def test_random_numbers_that_a_failed_capture_has_blocked_are_unblocked(monkeypatch):
-    class Generator:
-        state = "capturing"
+def test_random_numbers_that_a_failed_capture_has_blocked_are_unblocked_by_one_that_succeeds(monkeypatch):
+    events, stream = [], SimpleNamespace(wait_stream=lambda other: events.append(("after", other)))
 
-        def clone_state(self):
-            return "fresh"
+    @contextlib.contextmanager
+    def capture(graph, *, stream, capture_error_mode):
+        events.append((graph, stream, capture_error_mode))
+        yield
+        events.append("ended")
 
-        def graphsafe_set_state(self, state):
-            self.state = state
-
-    generators = (Generator(), Generator(), object())  # the last as before torch 2.4
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
+    monkeypatch.setattr(torch.cuda, "graph", capture)
     mend_random_numbers(CPU)
-    assert [generator.state for generator in generators[:2]] == ["capturing", "capturing"]  # nothing was wrong
-
-    def refuse(*args, **kwargs):
-        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
-
-    monkeypatch.setattr(torch, "rand", refuse)
-    for index in (1, 2):
-        mend_random_numbers(torch.device("cuda", index))
-    assert [generator.state for generator in generators[:2]] == ["capturing", "fresh"]
+    assert events == [("after", "current"), ("graph", stream, "thread_local"), "ended"]
 
 
 def test_the_loop_is_held_between_two_turns_with_nothing_in_flight():

@@ -18,7 +18,15 @@ from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine import weights_updater
 from jurybox.server.engine.batches import Batches, ModelCounters, Slot
-from jurybox.server.engine.device import DeviceServed, Mark, Stream, bound_device_memory, neighbours, pays
+from jurybox.server.engine.device import (
+    DeviceServed,
+    Mark,
+    Stream,
+    bound_device_memory,
+    joined_rows,
+    neighbours,
+    pays,
+)
 from jurybox.server.engine.graphs import ladder, rung
 from jurybox.server.engine.queues import Queue
 from jurybox.server.engine.weights_updater import WeightsUpdater
@@ -402,11 +410,100 @@ def test_an_engine_keeps_to_its_share_of_a_device(monkeypatch):
     assert set_to == [0.25, 1.0]
 
 
+class Replayed:
+    """A graph that computes its forward again at every replay."""
+
+    def __init__(self, inputs, forward, stream, max_batch, alone, beside=None):
+        self.inputs, self.forward, self.rungs = inputs, forward, ladder(max_batch)
+        for rows in self.rungs:
+            self.run(rows)
+
+    def run(self, rows):
+        shape = rung(self.rungs, rows)
+        results = self.forward({key: tensor[:shape] for key, tensor in self.inputs.items()})
+        return {key: tensor[:rows] for key, tensor in results.items()}
+
+
+def test_a_small_batch_is_one_launch_on_the_forwards_stream_and_a_large_one_is_copied_beside_others(arena, monkeypatch):
+    class Noted(Stream):
+        def __init__(self, name):
+            super().__init__(CPU)
+            self.name = name
+
+        def running(self):
+            events.append(self.name)
+            return super().running()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: None)
+    monkeypatch.setattr("jurybox.server.engine.device.Graphs", Replayed)
+    monkeypatch.setattr("jurybox.server.engine.device._JOINED_BYTES", 4 * 32)  # four rows of the arena
+    model, events = served(arena), []
+    model.forwards = Noted("forwards")
+    for buffer in model._buffers:
+        buffer.copies = Noted("copies")
+    with torch.inference_mode():
+        for buffer in model._buffers:
+            buffer.capture(None)
+        for given, expected in (
+            (tickets((0, 1)), ["forwards"]),
+            (tickets((5, 1), (9, 2)), ["forwards"]),
+            (tickets((11, 4)), ["forwards"]),
+            (tickets((2, 5)), ["copies", "forwards", "copies"]),
+        ):
+            events.clear()
+            arena.outputs["action"][:] = -1
+            batches = model.begin(given, int(given["rows"].sum()))
+            assert events == expected
+            assert (arena.outputs["action"] == -1).all()  # nobody's rows are written before it is finished
+            batches.finish()
+            rows = np.concatenate([np.arange(first, first + n) for first, n in given[["first", "rows"]].tolist()])
+            np.testing.assert_array_equal(arena.outputs["action"][rows], arena.inputs["observation"][rows] + 1)
+            assert (np.delete(arena.outputs["action"], rows, 0) == -1).all()
+        model.sleep()
+        assert [buffer.joined_rows for buffer in model._buffers] == [0, 0]
+
+
+def test_graphs_hold_the_copies_of_small_rows_only():
+    def most(shape, max_batch):
+        spec = ServedModel(Plus(), {"x": TensorSpec("uint8", shape)}, {"y": TensorSpec("float32")}).spec("m")
+        return joined_rows(spec, max_batch)
+
+    assert most((208,), 64) == 64
+    assert most((208,), 1000) == 256
+    assert most((4096,), 64) == 8
+    assert most((384, 384, 3), 64) == 0
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_stream_is_current_in_its_block_only_whatever_was_current_before(monkeypatch, here):
+    """A program that serves in its own process has streams, and perhaps a device, of its own."""
+    now = {"device": here, 0: "its stream on 0", 1: "its stream on 1"}
+
+    class Cuda:
+        device_index = 1
+
+    def use(stream):
+        now["device"] = 1
+        now[1] = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Cuda())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now["device"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[device])
+    monkeypatch.setattr(torch.cuda, "set_stream", use)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: now.update(device=device))
+    before = dict(now)
+    stream = Stream(torch.device("cuda", 1))
+    with pytest.raises(ValueError, match="no"), stream.running():
+        assert (now["device"], type(now[1])) == (1, Cuda)
+        raise ValueError("no")
+    assert now == before
+
+
 def test_a_graph_is_captured_on_a_stream_that_no_other_thread_can_be_given(arena, monkeypatch):
     """torch gives out the same 32 streams of one priority again and again, to models and to the threads of weights."""
     asked = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: asked.append(priority))
-    monkeypatch.setattr("jurybox.server.engine.device.Graphs", lambda *_: None)
+    monkeypatch.setattr("jurybox.server.engine.device.Graphs", Replayed)
     model = served(arena)
     model._buffers[0].capture(None)
     Stream(torch.device("cuda", 0))

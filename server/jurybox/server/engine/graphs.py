@@ -5,7 +5,7 @@ whose rows beyond the batch hold stale values. Models compute each row independe
 
 Graphs are captured in the model loader's thread while the loop serves other models. The warm-ups run beside it; for
 the capture itself, about as long as one forward, the loop is held between two turns. Calls of other threads cannot
-break the capture ("thread_local"), but older versions of torch refuse random numbers to other models meanwhile.
+break the capture ("thread_local"), but torch refuses random numbers to other models meanwhile.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Graphs:
         forward: computes the outputs, by name, of the inputs' first rows.
         stream: the stream to capture on.
         alone: returns a context manager in which no other thread computes.
+        beside: graphs that never run at the same time as these, which share their memory; None: there are none.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class Graphs:
         stream: torch.cuda.Stream,
         max_batch: int,
         alone: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        beside: Graphs | None = None,
     ) -> None:
         self._rungs = ladder(max_batch)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
         stream.wait_stream(torch.cuda.current_stream(stream.device))  # there weights and inputs were written
-        pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         # torch.cuda.graph leaves the thread on the stream if a capture fails; this block does not.
         with torch.cuda.stream(stream):
             for rows in reversed(self._rungs):  # the largest first: the others reuse its memory pool
@@ -63,7 +65,7 @@ class Graphs:
                     forward(part)
                 stream.synchronize()
                 with alone():
-                    self._graphs[rows] = _captured(forward, part, stream, pool)
+                    self._graphs[rows] = _captured(forward, part, stream, self._pool)
 
     def run(self, rows: int) -> Tensors:
         """Compute the first `rows` rows of the static inputs; return their outputs, by name."""
@@ -86,6 +88,8 @@ def _captured(
             outputs = forward(part)
     except BaseException:
         _release(graph, stream, pool)
+        with contextlib.suppress(Exception):  # the capture's own error says more
+            mend_random_numbers(stream.device)
         raise
     return graph, outputs
 
@@ -105,10 +109,13 @@ def _release(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) 
 
 
 def mend_random_numbers(device: torch.device) -> None:
-    """Let models draw random numbers on a device again, which older versions of torch refuse after a failed capture."""
-    try:
-        torch.rand(1, device=device)
-    except RuntimeError:
-        generator = torch.cuda.default_generators[device.index or 0]
-        if hasattr(generator, "graphsafe_set_state"):  # torch 2.4 and newer
-            generator.graphsafe_set_state(generator.clone_state())
+    """Let models draw random numbers on a device again after a failed capture.
+
+    torch's generator still counts for that capture, and refuses numbers to everyone, also to graphs that were captured
+    before. The end of a capture that succeeds sets it right.
+    """
+    one = torch.zeros(1, device=device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]  # see `_StagingBuffer.capture`
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        one.add_(0)
