@@ -159,12 +159,13 @@ def serving(
     models: dict[str, dict[str, object]],
     env: dict[str, str] | None = None,
     python: str = sys.executable,
+    start: float = START,
     **options: object,
 ) -> Iterator[RunningServer]:
-    """A server that serves; stopped at the end, whatever the test did to it."""
+    """A server that serves after at most `start` seconds; stopped at the end, whatever the test did to it."""
     running = launch(folder, models, env, python, **options)
     try:
-        wait_until(lambda: "serving" in running.text() or running.process.poll() is not None, START)
+        wait_until(lambda: "serving" in running.text() or running.process.poll() is not None, start)
         if running.process.poll() is not None:
             raise AssertionError(f"the server ended with {running.process.returncode}:\n{running.text()}")
         yield running

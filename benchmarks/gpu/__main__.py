@@ -62,7 +62,7 @@ STEPS = (
     Step("payload", 3, 70),
     Step("device_weights", 3, 120),
     Step("asleep", 3, 100),
-    Step("compiled", 3, 200),
+    Step("compiled", 3, 260),
 )
 PARTS = tuple(sorted({step.part for step in STEPS}))
 _SECONDS = 560.0  # of a part, preparation and report included

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from tests.serving import RunningServer, serving, wait_until
+from tests.serving import START, RunningServer, serving, wait_until
 
 from benchmarks.gpu.crowd import ClientFailed, Crowd, Sample, Window
 from benchmarks.gpu.measure import Found, Setup
@@ -24,8 +24,8 @@ _NO_DIFFERENCE = [Sample(np.zeros(4, np.float32), (np.zeros((), np.float32),) * 
 
 
 @contextlib.contextmanager
-def _server(at: Setup, models: dict[str, dict[str, object]]) -> Iterator[RunningServer]:
-    with serving(at.folder / f"server-{time.monotonic_ns()}", models, devices=[at.device]) as running:
+def _server(at: Setup, models: dict[str, dict[str, object]], start: float = START) -> Iterator[RunningServer]:
+    with serving(at.folder / f"server-{time.monotonic_ns()}", models, start=start, devices=[at.device]) as running:
         yield running
 
 

@@ -220,7 +220,8 @@ def compiled(at: Setup, found: Found) -> None:
         "compiled": {**common, **factory, "compile": True, "cuda_graphs": False},
         "ahead": {**common, **ahead, "cuda_graphs": False},
     }
-    with _server(at, ways) as running, running.connect() as client:
+    # On a GPU torch.compile of the small network takes more than the start of other servers may.
+    with _server(at, ways, start=180.0) as running, running.connect() as client:
         told = {model["name"]: model for model in client.status()["models"]}
         if bad := {name: model["reason"] for name, model in told.items() if model["state"] != "ready"}:
             raise ClientFailed(f"not served: {bad}")
