@@ -196,7 +196,7 @@ def test_a_lanes_rows_may_be_sent_again_after_all_tickets_were_forgotten(x):
     with InprocServer({"a": affine()}) as server:
         model = server.model("a")
         forgotten = model.submit(x)
-        server.engine._take_in()
+        server.engine._take_in(server.engine._clock())
         server.engine.forget_all()
         transport = server.engine.transports[0]
         transport.send(forgotten._sent)
@@ -221,7 +221,7 @@ def test_a_model_that_was_unloaded_answers_nobody(x):
         a, b = server.model("a"), server.model("b")
         a.infer(x[:1])
         waiting, other = a.submit(x[:1]), b.submit(x[:1])
-        server.engine._take_in()
+        server.engine._take_in(server.engine._clock())
         server.engine.remove(0)
         with pytest.raises(ModelNotFound, match="'a' was unloaded"):
             waiting.result()

@@ -240,7 +240,7 @@ def test_a_member_leaves_and_returns_and_the_others_keep_their_versions(make):
     engine, waiting = grouped.server.engine, grouped.server.model("agent1")
     served = engine.slots[0]
     ticket = waiting.submit(rows(1))
-    engine._take_in()
+    engine._take_in(engine._clock())
     engine.remove(1)
     grouped.groups.leave(1)
     with pytest.raises(ModelNotFound, match="'agent1' was unloaded"):

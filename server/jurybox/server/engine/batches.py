@@ -291,19 +291,20 @@ class Batches:
 
     def _compute(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
         began = self._clock()
+        served = slot.served
         try:
-            if self.regions and not isinstance(slot.served, DeviceServed) and self.regions.of(tickets) is not None:
+            if self.regions and not isinstance(served, DeviceServed) and self.regions.of(tickets) is not None:
                 raise RowsNotBound("this model reads no device memory any more: it was loaded anew. Take rows again")
-            run = slot.served.run if slot.cache is None else slot.cache.run
-            if slot.served.forward_timeout:
-                with limited(slot.served.forward_timeout):
+            run = served.run if slot.cache is None else slot.cache.run
+            if served.forward_timeout:
+                with limited(served.forward_timeout):
                     outcome = run(tickets, rows, version)
             else:
                 outcome = run(tickets, rows, version)
         except BaseException as error:  # noqa: BLE001  see `land`
             failure = error
         else:
-            self._computed(slot, tickets, rows, version or slot.served.version, began, outcome)
+            self._computed(slot, tickets, rows, version or served.version, began, outcome)
             return
         self._failed(slot, tickets, rows, version, failure)
 
@@ -339,10 +340,10 @@ class Batches:
         if slot.cache is not None:
             slot.counters.cached(slot.cache)
         self.mean_ns += _SMOOTHING * (took - self.mean_ns)
-        row = slot.cost.row
-        one = took / computed if row is None else max(0.0, took - row * (computed - 1))
+        cost = slot.cost
+        one = took / computed if cost.row is None else max(0.0, took - cost.row * (computed - 1))
         self.one_ns += _SMOOTHING * (one - self.one_ns)
-        slot.cost.observe(computed, took)
+        cost.observe(computed, took)
 
     def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: BatchOutcome) -> NDArray[Any]:
         """Answer the tickets of a batch that failed individually, and plan the recovery of others; return the rest."""

@@ -82,6 +82,7 @@ class Engine:
             self.add_transport(transport)
         self.slots: dict[int, Slot] = {}
         self._queues: list[Slot] = []  # every slot once, even if models share it
+        self._only: Slot | None = None  # the slot, if there is one
         self._clock = clock
         self._pause = pause
         self._report = report
@@ -89,6 +90,7 @@ class Engine:
         self._counters: dict[int, ModelCounters] = {}
         self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._recovery = self._batches.recovery
+        self._failed = self._recovery.parts
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._admission = native.Admission(scoreboard.lanes, self._limits, self._arenas)
@@ -264,6 +266,7 @@ class Engine:
         else:
             self.slots[model] = slot
         self._queues = list(dict.fromkeys(self.slots.values()))
+        self._only = self._queues[0] if len(self._queues) == 1 else None
 
     def stop_updaters(self) -> None:
         """Stop the weights updaters, since a thread that outlives the interpreter would crash the process."""
@@ -294,13 +297,13 @@ class Engine:
     def refuse_new(self, code: Code, message: str) -> None:
         """Accept the tickets that have arrived so far; answer all later ones with `code` and `message`."""
         self._passed_by = True
-        self._take_in()
+        self._take_in(self._clock())
         self._closed = (code, message)
 
     def turn(self) -> bool:
         """Take in new tickets, and answer or begin one batch; return False if there was nothing to compute."""
-        self._take_in()
         now = self._clock()
+        self._take_in(now)
         slot = self._next(now)
         if slot is None:
             under_way = self._batches.under_way
@@ -312,7 +315,7 @@ class Engine:
         if LOADS.running and LOADS.hold():
             return True
         self._last, queue = slot, slot.queue
-        recovers = slot in self._recovery.parts
+        recovers = bool(self._failed) and slot in self._failed
         if self._tracker.away and self._pause is not None and not self._batches.under_way and not recovers:
             if self._tracker.prompt:
                 self._wait_for_all(slot, now)
@@ -347,33 +350,24 @@ class Engine:
             shared = self._clock() - began + slot.cost.fixed
             more = (tracker.away - len(queue) + 1) // 2  # a client that sends is no longer counted in `away`
             self._pause(shared / len(queue) / 1e9, min(more, overdue))
-            if not self._take_in():
+            if not self._take_in(self._clock()):
                 tracker.stays_away()
 
     def _wait_for_all(self, slot: Slot, began: int) -> None:
         """Wait for the prompt clients, all of them, for as long as they took the last time (see batches.py)."""
         assert self._pause is not None
-        queue, tracker, until = slot.queue, self._tracker, began + self._prompt_ns()
+        queue, tracker, until = slot.queue, self._tracker, began + int(slot.cost.fixed * PROMPT)
         while tracker.prompt and queue.rows < queue.max_batch:
             left = until - self._clock()
             if left <= 0:
                 tracker.not_prompt()
                 return
             self._pause(left / 1e9, tracker.prompt)
-            self._take_in()
-
-    def _prompt_ns(self) -> int:
-        """Return the time within which a client that returns is waited for; 0: none is, only up to half of the crowd.
-
-        Not with several models: the clients of one of them fill no batch of another.
-        """
-        if len(self._queues) != 1 or (fixed := self._queues[0].cost.fixed) < LARGE_NS:
-            return 0
-        return int(fixed * PROMPT)
+            self._take_in(self._clock())
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
-        if self._recovery.parts:
+        if self._failed:
             return 0
         due = None
         for slot in self._queues:
@@ -384,7 +378,7 @@ class Engine:
                 due = wait
         return due
 
-    def _take_in(self) -> int:
+    def _take_in(self, now: int) -> int:
         """Queue newly arrived tickets; return the number accepted."""
         accepted, came, pass_by, self._passed_by = 0, 0, not self._passed_by, False
         for transport in self.transports:
@@ -402,12 +396,18 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._tracker.came(tickets, self._clock(), int(QUICK * self._batches.mean_ns), self._prompt_ns())
             accepted += len(tickets)
-            if len(self._queues) == 1 and self._queues[0].cache is None:
-                queue = self._queues[0].queue
-                queue.pinned |= pinned
-                queue.ranked |= ranked
+            # All clients are waited for only with one model: those of another one would fill no batch of it.
+            only, prompt = self._only, 0
+            if only is not None and only.cost.fixed >= LARGE_NS:
+                prompt = int(only.cost.fixed * PROMPT)
+            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), prompt)
+            if only is not None and only.cache is None:
+                queue = only.queue
+                if pinned:
+                    queue.pinned = True
+                if ranked:
+                    queue.ranked = True
                 queue.push(tickets, rows)
             else:
                 self._sort(tickets, pinned=pinned, ranked=ranked)
@@ -435,14 +435,13 @@ class Engine:
         A slot that recovers from a failed batch counts as waiting since its last part was computed, so that whatever
         arrived before that comes first.
         """
-        recovery = self._recovery
-        if len(self._queues) == 1 and not recovery.parts:
-            (slot,) = self._queues
-            return slot if slot.queue.rows and slot.queue.ready_in(now) == 0 else None
-        due = [slot for slot in self._queues if slot in recovery.parts or slot.queue.ready_in(now) == 0]
+        failed, only = self._failed, self._only
+        if only is not None and not failed:
+            return only if only.queue.rows and only.queue.ready_in(now) == 0 else None
+        due = [slot for slot in self._queues if slot in failed or slot.queue.ready_in(now) == 0]
 
         def since(slot: Slot) -> int:
-            return recovery.since(slot) if slot in recovery.parts else int(slot.queue.waiting["submitted"][0])
+            return self._recovery.since(slot) if slot in failed else int(slot.queue.waiting["submitted"][0])
 
         if len(due) < 2 or not any(slot.queue.ranked or slot.queue.skipped for slot in due):
             return min(due, key=since, default=None)
@@ -458,11 +457,13 @@ class Engine:
             batches: the number of batches before it, without the full ones that wait.
         """
         for slot in self._queues:
-            batches += slot.queue.rows // slot.queue.max_batch
-        if self._recovery.parts:
+            if (rows := slot.queue.rows) >= (most := slot.queue.max_batch):
+                batches += rows // most
+        if self._failed:
             batches += len(self._recovery)
         # Not the mean for its own batch: an engine that got larger batches than another one is not slower.
-        self._shown[0] = int(self._batches.mean_ns * batches + self._batches.one_ns)
+        took = self._batches
+        self._shown[0] = int(took.mean_ns * batches + took.one_ns)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         only = self._admission.leave(tickets)
