@@ -135,6 +135,12 @@ class Lane:
         if self._row_waiters:
             self._tell_row_waiters()
 
+    def put_back(self, run: RowRun) -> None:
+        """Give rows back that a call has borrowed (`runs.borrow`); see `RowAllocator.put_back`."""
+        self.runs.put_back(run)
+        if self._row_waiters:
+            self._tell_row_waiters()
+
     def asked(self, first: int, rows: int) -> bool:
         """Return whether a ticket for one of these rows is in flight."""
         return self.runs.is_lent(first, rows)

@@ -200,7 +200,7 @@ class Requests:
     def answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Send n checked rows and wait for their outputs."""
         lane = self.roomy(n)
-        if not 0 < n <= self.max_batch or (run := lane.runs.take(n)) is None:
+        if not 0 < n <= self.max_batch or (run := lane.runs.borrow(n)) is None:
             return Pieces(self, lane, given, n, deadline, version).answered()
         try:
             lane.codec.put(lane.columns, given, 0, n, run.first)
@@ -209,7 +209,7 @@ class Requests:
                 raise lane.failure(answer, run.first, n)
             return Reply(shaped(lane.codec.take(lane.columns, run.first, n)), answer.version)
         finally:
-            lane.give(run)
+            lane.put_back(run)
 
     async def answered_async(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Like `answered`, in an event loop and without the lock."""

@@ -135,7 +135,11 @@ class Rows(Closing):
         lane, first, batch = self._lane, self.first, self._max_batch
         self._check()
         if n <= batch:
-            answers = [(lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version), first, n)]
+            answer = lane.ask(first, n, (deadline - time.monotonic_ns()) / 1e9, version)
+            if answer.code == Code.OK:
+                self.version = answer.version
+                return answer.version
+            answers = [(answer, first, n)]
         else:
             claim = Claim()
             owner = weakref.ref(claim)
