@@ -160,6 +160,36 @@ def test_an_engine_that_got_larger_batches_is_not_shown_as_slower():
     assert wait(*[8] * 30) < 2 * one, "batches of one size do not show what a row costs: expect the least"
 
 
+def test_one_of_several_engines_that_was_slow_and_gets_no_tickets_is_asked_again_in_the_end():
+    now = 0
+    served = ServedModel(torch.nn.Identity(), VECTOR, {"action": TensorSpec("float32", (4,))})
+    with InprocServer({"m": served}) as server:
+        engine = server.engine
+        engine._clock = engine._batches._clock = lambda: now
+        engine._one_of_several = True
+        shown = engine.scoreboard.engines["expected_wait"]
+
+        def slow():
+            nonlocal now
+            now += 80_000_000
+
+        module = next(iter(engine.slots.values())).served.module
+        module.register_forward_hook(lambda *_: slow())
+        model = server.model("m")
+        for _ in range(100):
+            model.infer(np.zeros((1, 4), np.float32))
+        engine.turn()
+        assert shown[0] == pytest.approx(80_000_000, rel=0.01)
+        for seconds, wait in ((0.9, 80e6), (1, 40e6), (3.5, 10e6), (12, 19.5e3), (1000, 0)):
+            now = engine._batches.ended + int(seconds * 1e9)
+            for _ in range(3):
+                engine.turn()
+            assert shown[0] == pytest.approx(wait, rel=0.02, abs=1)
+        engine._one_of_several = False
+        engine.turn()
+        assert shown[0] == pytest.approx(80_000_000, rel=0.01), "alone, nobody asks it less for it"
+
+
 def test_the_counters_of_a_successor_go_on_but_for_its_sessions_and_the_newest_version_never_falls():
     shown = np.zeros(1, COUNTERS)
     shown["requests"], shown["sessions"] = 7, 3

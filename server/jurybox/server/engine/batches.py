@@ -197,6 +197,7 @@ class Batches:
         mean_ns: the smoothed duration of a batch.
         one_ns: the same for a batch of one row; the least possible if all batches had the same number of rows.
         regions: the rows that clients have bound to device memory; None if this engine does not support it.
+        ended: when the last batch ended.
         under_way: the number of batches in flight: begun and not yet answered.
         recovery: the parts of failed batches that are still to be computed, by `recover`.
     """
@@ -212,6 +213,7 @@ class Batches:
         device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> None:
         self.mean_ns = self.one_ns = 0.0
+        self.ended = 0
         self._device = device
         self.regions: DeviceRegions | None = None
         self._answer = answer
@@ -333,7 +335,7 @@ class Batches:
             rows = int(tickets["rows"].sum())
         for answered, used in slot.answers(tickets, version):
             self._answer(answered, Code.OK, used, "")
-        ended = self._clock()
+        self.ended = ended = self._clock()
         took = ended - began
         self._tracker.answered(tickets, ended)
         slot.counters.batch(tickets, rows, began, ended)
