@@ -68,6 +68,33 @@ def test_a_ticket_waits_for_half_of_the_quick_clients(n, enough):
     assert not made.arrived(clients[enough - 1], 60.0, enough) and made.wait(enough) == 0
 
 
+@pytest.mark.parametrize(("cores", "address"), [(2, HERE), (16, HERE), (2, ELSEWHERE)])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_costly_ticket_waits_for_all_prompt_clients_and_for_half_its_fixed_cost_at_most(cores, address, n):
+    clock = Clock()
+    made = QuickHalf(cores, clock)
+    for number in range(200):
+        rows = 1 + number % 4
+        made.took(rows, 0.005 + rows * 0.001)
+    clients = connections(n, address)
+    ask_again(made, clock, clients, 0.002)
+    one_of_them_asks(made, clients)
+    assert made.wait(1) == pytest.approx(0.0025, rel=0.05)
+    for waiting in range(2, n):
+        assert made.arrived(clients[waiting - 1], 60.0, waiting) and made.wait(waiting) > 0
+    assert not made.arrived(clients[n - 1], 60.0, n) and made.wait(n) == 0
+    ask_again(made, clock, clients, 0.003)  # later than half of the fixed cost
+    one_of_them_asks(made, clients)
+    assert made.wait(1) == 0
+    ask_again(made, clock, clients, 0.002)
+    one_of_them_asks(made, clients)
+    assert made.wait(1) > 0
+    clock.now += 0.0026
+    assert made.wait(1) == 0, "one does not come: it is not waited for again until it was prompt"
+    one_of_them_asks(made, clients)
+    assert made.wait(1) == 0
+
+
 @pytest.mark.parametrize(("after", "expected"), [(0.0005, 0.002), (0.002, 0.004), (0.008, 0.005)])
 def test_a_wait_takes_twice_as_long_as_clients_do_within_limits(after, expected):
     made, clock = tracker()

@@ -13,7 +13,8 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, NORMAL, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.engine.batches import LARGE_NS, PROMPT, QUICK, Batches, ModelCounters, Slot, cell
+from jurybox.server.batch_cost import LARGE_NS, PROMPT
+from jurybox.server.engine.batches import QUICK, Batches, ModelCounters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.queues import Queue

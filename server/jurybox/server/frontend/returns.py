@@ -9,7 +9,9 @@ clients loses little time, because the clients run meanwhile. The engine does th
 other half runs while the ticket is computed. It does not wait if so few clients run that a core may have nothing to
 do, for clients on other hosts or with infrequent requests, if a model's cost is proportional to its rows, or if more
 cores are available. For the same reason the event loop may block for a short answer, as long as no core sits idle
-meanwhile or a client is alone: a wake-up through the loop takes longer.
+meanwhile or a client is alone: a wake-up through the loop takes longer. Where a batch's fixed cost is large (a large
+model, a GPU), two halves in turn would pay it twice as often as needed. There it waits, with any number of cores, for
+all clients that returned within half of that cost the last time, and for no longer than that, as the engine does.
 
 `WholeGroup`: the whole group of those that returned at once the last time, which are the robots of one port. Those
 that only wait for their answers send their next observations at once, one after another. An engine that starts on the
@@ -29,7 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jurybox.server.batch_cost import BatchCost
+from jurybox.server.batch_cost import LARGE_NS, BatchCost
 from jurybox.server.security.access import ClientConnection
 
 _FEW = 2  # cores that clients, gateway and engine share
@@ -42,6 +44,7 @@ _MOST_WAIT = (
 )  # seconds: twice the time that quick clients take, but not less than the first, or more than the second
 _EARLY = 0.0005  # seconds that a timer may fire early: those of uvloop have milliseconds
 _HURRY = 0.1  # seconds: a request with a shorter time-out does not wait for others
+_PROMPT = 0.5  # the share of a costly batch's fixed cost within which its clients return; the engine's own are quicker
 _SHARED = 0.3  # the smallest share of a ticket's duration that is independent of its rows for which waiting pays
 _OUTLIER = 8  # times the smoothed duration of a ticket: the longest that is recorded for one
 BRIEF = 0.0005  # seconds for which the event loop may block for an answer; waking the loop takes a fifth of it
@@ -117,7 +120,7 @@ class Returns:
 
 
 class QuickHalf(Returns):
-    """Waits for half of the connections that recently sent their next request at once.
+    """Waits for half of the connections that recently sent their next request at once; for all if batches are costly.
 
     Args:
         cores: the number of cores that this process may use; None: those of its affinity mask.
@@ -143,10 +146,10 @@ class QuickHalf(Returns):
         self._client = client
         if seconds < _HURRY:
             self._forget()
-        if client is None or not self._few:
+        if client is None or not (self._few or self._costly):
             return False
         delay = self._clock() - client.answered
-        client.quick = client.near and delay < _QUICK
+        client.quick = delay < self._prompt if self._costly else client.near and delay < _QUICK
         if client.quick:
             self._delay += _SMOOTHING * (delay - self._delay)
         self._away.pop(client, None)
@@ -154,7 +157,7 @@ class QuickHalf(Returns):
 
     def answered(self, client: ClientConnection | None) -> None:
         """See `Returns.answered`."""
-        if client is not None and self._few:
+        if client is not None and (self._few or self._costly):
             client.answered = now = self._clock()
             if client.quick:
                 if len(self._away) >= _MOST_AWAY:
@@ -165,10 +168,20 @@ class QuickHalf(Returns):
         """See `Returns.took`."""
         brief = min(seconds, 2 * BRIEF)  # a slow ticket says little about the next one
         self._brief += 0.125 * (brief - self._brief) if self._brief else brief
-        if self._few:
+        if self._few or seconds * 1e9 >= LARGE_NS:
             seconds = min(seconds, max(_OUTLIER * self._took, _MOST_WAIT[0]))
             self._cost.observe(rows, int(seconds * 1e9))
             self._took += _SMOOTHING * (seconds - self._took)
+
+    @property
+    def _costly(self) -> bool:
+        """Whether a batch's fixed cost is worth waiting for all."""
+        return self._cost.fixed >= LARGE_NS
+
+    @property
+    def _prompt(self) -> float:
+        """The seconds within which a client returns for which a costly batch waits."""
+        return _PROMPT * self._cost.fixed / 1e9
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
@@ -202,15 +215,17 @@ class QuickHalf(Returns):
             self._until = 0.0
             self._waited(_SMOOTHING, in_vain=True)
             self._forget()
-        elif self._hopeless or self._cost.fixed < _SHARED * 1e9 * self._took:
+        elif self._hopeless or (not self._costly and self._cost.fixed < _SHARED * 1e9 * self._took):
             self._in_vain *= self._forgiven
         else:
-            most = min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
+            most = self._prompt if self._costly else min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
             self._until = now + most
             return most
         return 0.0
 
     def _enough(self, waiting: int) -> bool:
+        if self._costly:
+            return not self._away
         return waiting >= len(self._away) or len(self._away) <= _BUSY
 
     def _forget(self) -> None:

@@ -177,7 +177,7 @@ class DirectLane:
             self._gathered = None
         if not (waiting := self._native.waiting) or not self._native.may_send or self._breaks.resting:
             return
-        if (wait := self._returning.wait(waiting)) > 0:
+        if waiting < self.rows and (wait := self._returning.wait(waiting)) > 0:
             self._gathered = self._loop.call_later(wait, self._send)
             return
         brief = BRIEF if self._returning.may_block(waiting) else 0.0
