@@ -7,6 +7,7 @@ of your own may import torch at its top.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from jurybox.training.spaces import AgentSpec, grouped
 if TYPE_CHECKING:
     import torch as torch  # noqa: PLC0414 (for others)
 
+    from jurybox.training.algorithms import compiling as compiling  # noqa: PLC0414
     from jurybox.training.algorithms import networks as networks  # noqa: PLC0414
     from jurybox.training.algorithms import torch_states as torch_states  # noqa: PLC0414
 else:
@@ -38,6 +40,7 @@ else:
             return found
 
     torch = _AtFirstUse("torch")
+    compiling = _AtFirstUse("jurybox.training.algorithms.compiling")
     networks = _AtFirstUse("jurybox.training.algorithms.networks")
     torch_states = _AtFirstUse("jurybox.training.algorithms.torch_states")
 
@@ -45,6 +48,8 @@ __all__ = [
     "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "OffPolicySettings", "OnPolicySettings", "Progress",
     "Rollout", "Update", "descend", "draw_categorical", "draw_choices", "draw_normal", "log_softmax", "weighed",
 ]  # fmt: skip
+
+_log = logging.getLogger("jurybox.learner")
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -91,7 +96,11 @@ def descend(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     """Make a step by the gradients of these parameters alone: a policy's loss runs through critics, whose own are of no
     use then.
     """
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+    gradients = torch.autograd.grad(loss, parameters)
+    if isinstance(optimiser, compiling.Adam):
+        optimiser.apply(gradients)
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimiser.step()
 
@@ -222,6 +231,7 @@ class Algorithm(ABC):
     Attributes:
         acting: the network that is published; `setup` sets it.
         envs: number of environments, over all workers.
+        compiles: whether `run` compiles its steps, see `compiling`.
         alive: call it several times a minute in a long update: a learner that gives no sign of life is restarted.
         restored: whether `load_state_dict` was called.
         raw: whether its networks take the environment's own observations, one argument an input, instead of rows.
@@ -242,7 +252,8 @@ class Algorithm(ABC):
         self.settings, self.spec = settings, spec
         self.envs = 1
         self.alive: Callable[[], None] = lambda: None
-        self.restored = self.raw = False
+        self.restored = self.raw = self.compiles = False
+        self._compiled: dict[str, compiling.CompiledStep] = {}
         if spec.masked and not self.masks:
             raise AlgorithmUnusable("it has no masks of actions: set action_masks = false, or take ppo, dqn or iqn")
         if spec.masked and not spec.action.chosen:
@@ -327,6 +338,10 @@ class Algorithm(ABC):
                 from a prioritized replay "weights" (n,), see `weighed`: then the update has to return priorities.
         """
 
+    def steps_of(self, rows: int) -> int:
+        """Return how many optimiser steps an update makes at most; `rows` of a rollout, if it is `on_policy`."""
+        return 1
+
     def values(self, observation: Array) -> Floats:
         """Of `on_policy` ones: values (n,) of rows (n, ...)."""
         raise NotImplementedError(f"{type(self).__name__} is on_policy and has no method `values`, which those need")
@@ -381,13 +396,43 @@ class Algorithm(ABC):
         """Create two critics of observations and actions (n, size), of the hidden layers that are set."""
         return networks.SeeingCritic(self.encoder(), self.spec.action.size, self.settings.hidden)
 
+    def run(self, step: Callable[[Batch], dict[str, torch.Tensor]], given: Batch) -> dict[str, torch.Tensor]:
+        """Run a method that computes with tensors alone, as a compiled graph if it `compiles`.
+
+        Args:
+            step: takes and returns tensors by name. It has no random numbers and no branches on values, changes
+                parameters in place, and its optimisers are of `compiling.Adam`, by `descend` or `apply`.
+        """
+        name = step.__name__
+        if self.compiles:
+            graph = self._compiled.get(name)
+            if graph is None:
+                graph = self._compiled[name] = compiling.CompiledStep(step, self.alive)
+            try:
+                return graph(given)
+            except Exception as error:
+                if graph.ran:
+                    raise
+                self.compiles = False
+                told = str(error).strip().splitlines() or [""]
+                _log.warning(
+                    "the learner goes on without compiling, at some half to a quarter of the speed: %s: %s",
+                    type(error).__name__,
+                    told[0],
+                )
+        return step(given)
+
     def anneal(self, learning_rate: float | str, progress: Progress, *optimisers: torch.optim.Optimizer) -> None:
         """Set the learning rate of these optimisers, or of all, if it is a schedule. Call it before an update."""
         if isinstance(learning_rate, str):
             every = (part for part in self.parts().values() if isinstance(part, torch.optim.Optimizer))
             for optimiser in optimisers or every:
                 for group in optimiser.param_groups:
-                    group["lr"] = at(learning_rate, progress.remaining)
+                    rate = at(learning_rate, progress.remaining)
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(rate)
+                    else:
+                        group["lr"] = rate
 
     def seeded(self, make: Callable[[], torch.nn.Module], seed: int) -> Any:
         """Create a network with the weights of that seed; torch's own generator stays as it is."""

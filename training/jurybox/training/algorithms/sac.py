@@ -22,6 +22,7 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     Progress,
     Update,
+    compiling,
     descend,
     draw_normal,
     networks,
@@ -120,18 +121,22 @@ class SAC(Algorithm):
         self.target_entropy = -float(self.spec.action.size) if s.target_entropy == "auto" else s.target_entropy
         self._learns_temperature, first = first_temperature(s.ent_coef)
         self.log_temperature = torch.tensor(first, device=device).log().requires_grad_(self._learns_temperature)
-        # Fused: one call for all parameters instead of a dozen each.
         self._temperature_is_scheduled = is_schedule(s.ent_coef)
         rate = at(s.learning_rate, 1.0)
-        self.actor_optimiser = torch.optim.Adam(self.acting.parameters(), rate, fused=True)
-        self.critic_optimiser = torch.optim.Adam(self.critics.parameters(), rate, fused=True)
-        self.temperature_optimiser = torch.optim.Adam([self.log_temperature], rate)
+        self._of_actor, self._of_critics = list(self.acting.parameters()), list(self.critics.parameters())
+        self._of_target = list(self.target.parameters())
+        self.actor_optimiser = compiling.Adam(self._of_actor, rate)
+        self.critic_optimiser = compiling.Adam(self._of_critics, rate)
+        self.temperature_optimiser = compiling.Adam([self.log_temperature], rate)
         self.updates = 0
 
-    def draw(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw actions (n, actions) in [-1, 1] from the policy; also returns their log-densities (n,)."""
+    def draw(self, rows: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw actions (n, actions) in [-1, 1] from the policy, by standard normal noise of their shape.
+
+        Returns:
+            Them, and their log-densities (n,).
+        """
         mean, log_std = self.acting(rows)
-        noise = torch.empty_like(mean).normal_(generator=self.generator)
         before = mean + log_std.exp() * noise
         log_prob = networks.normal_log_prob(before, mean, log_std) - networks.tanh_correction(before)
         return torch.tanh(before), log_prob.sum(-1)
@@ -142,36 +147,51 @@ class SAC(Algorithm):
         self.anneal(s.learning_rate, progress)
         if self._temperature_is_scheduled:
             now = max(at(s.ent_coef, progress.remaining), 1e-30)  # whose logarithm is a number
-            self.log_temperature = torch.tensor(now, device=self.log_temperature.device).log()
+            with torch.no_grad():
+                self.log_temperature.copy_(torch.tensor(now).log())
+        noise = {
+            name: torch.empty_like(batch["action"]).normal_(generator=self.generator)
+            for name in ("noise", "next_noise")
+        }
+        self.updates += 1
+        follow = self.updates % s.target_update_interval == 0
+        found = self.run(self._learn_and_follow if follow else self._learn, {**batch, **noise})
+        return Update(found, found.pop("priorities"))
+
+    def _learn(self, batch: Batch) -> dict[str, Tensor]:
+        """Update temperature, critics and policy; returns metrics and priorities."""
         observation, following = batch["observation"], batch["next_observation"]
-        drawn, log_prob = self.draw(observation)
+        drawn, log_prob = self.draw(observation, batch["noise"])
         temperature = self.log_temperature.detach().exp()
-        metrics: dict[str, Tensor] = {"ent_coef": temperature, "entropy": -log_prob.detach().mean()}
         if self._learns_temperature:
             # The gradient is by the temperature's logarithm, as if that were what the loss is linear in.
             loss = -(self.log_temperature * (log_prob.detach() + self.target_entropy)).mean()
             descend(self.temperature_optimiser, [self.log_temperature], loss)
         with torch.no_grad():
-            next_action, next_log_prob = self.draw(following)
+            next_action, next_log_prob = self.draw(following, batch["next_noise"])
             next_value = self.target(following, next_action).amin(0) - temperature * next_log_prob
             target = torch.addcmul(batch["reward"], batch["discount"], next_value)
-        live: list[Tensor] = list(self.critics.parameters())
         values = self.critics(observation, batch["action"])
         errors = values - target
         critic_loss = 0.5 * weighed(errors.square(), batch).mean(1).sum()
-        descend(self.critic_optimiser, live, critic_loss)
+        descend(self.critic_optimiser, self._of_critics, critic_loss)
         actor_loss = (temperature * log_prob - self.critics(observation, drawn).amin(0)).mean()
-        descend(self.actor_optimiser, list(self.acting.parameters()), actor_loss)
-        self.updates += 1
-        if self.updates % s.target_update_interval == 0:
-            with torch.no_grad():
-                torch._foreach_lerp_([*self.target.parameters()], live, s.tau)
-        metrics |= {
+        descend(self.actor_optimiser, self._of_actor, actor_loss)
+        return {
+            "ent_coef": temperature,
+            "entropy": -log_prob.detach().mean(),
             "critic_loss": critic_loss.detach(),
             "actor_loss": actor_loss.detach(),
             "value": values.detach().mean(),
+            "priorities": errors.detach().abs().mean(0),
         }
-        return Update(metrics, errors.detach().abs().mean(0))
+
+    def _learn_and_follow(self, batch: Batch) -> dict[str, Tensor]:
+        """The same, and move the target critics."""
+        found = self._learn(batch)
+        with torch.no_grad():
+            torch._foreach_lerp_(self._of_target, self._of_critics, self.settings.tau)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "log_temperature": self.log_temperature.detach().clone()}

@@ -21,6 +21,7 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     Progress,
     Update,
+    compiling,
     descend,
     networks,
     torch,
@@ -99,9 +100,8 @@ class TD3(Algorithm):
         self.generator = torch.Generator(device).manual_seed(seed)
         self._of_actor, self._of_critics = list(self.acting.parameters()), list(self.critics.parameters())
         self._of_targets = [*self.target_actor.parameters(), *self.target_critics.parameters()]
-        # Fused: one call for all parameters instead of a dozen each.
-        self.actor_optimiser = torch.optim.Adam(self._of_actor, at(s.learning_rate, 1.0), fused=True)
-        self.critic_optimiser = torch.optim.Adam(self._of_critics, at(self._critics_rate, 1.0), fused=True)
+        self.actor_optimiser = compiling.Adam(self._of_actor, at(s.learning_rate, 1.0))
+        self.critic_optimiser = compiling.Adam(self._of_critics, at(self._critics_rate, 1.0))
         self.updates = 0
 
     @property
@@ -110,9 +110,13 @@ class TD3(Algorithm):
         return self.settings.learning_rate if rate is None else rate
 
     def target(self, batch: Batch) -> Tensor:
-        """What the critics learn, (n,): the lesser target value of what follows, after a noisy target action."""
+        """What the critics learn, (n,): the lesser target value of what follows, after a noisy target action.
+
+        Args:
+            batch: as in `update`, with the "noise" on target actions.
+        """
         following = batch["next_observation"]
-        action = self.target_actor(following).add_(self.smoothing(batch["action"])).clamp_(-1.0, 1.0)
+        action = self.target_actor(following).add_(batch["noise"]).clamp_(-1.0, 1.0)
         value = self.target_critics(following, action).amin(0)
         return torch.addcmul(batch["reward"] * self.settings.reward_scale, batch["discount"], value)
 
@@ -137,23 +141,36 @@ class TD3(Algorithm):
 
     def update(self, batch: Batch, progress: Progress) -> Update:
         """Update the critics, and every `policy_delay`-th time the policy and the targets."""
-        s, observation = self.settings, batch["observation"]
+        s = self.settings
         self.anneal(s.learning_rate, progress, self.actor_optimiser)
         self.anneal(self._critics_rate, progress, self.critic_optimiser)
+        self.updates += 1
+        step = self._learn_all if self.updates % s.policy_delay == 0 else self._learn
+        found = self.run(step, {**batch, "noise": self.smoothing(batch["action"])})
+        return Update(found, found.pop("priorities"))
+
+    def _learn(self, batch: Batch) -> dict[str, Tensor]:
+        """Update the critics; returns metrics and priorities."""
         with torch.no_grad():
             target = self.target(batch)
-        values = self.critics(observation, batch["action"])
+        values = self.critics(batch["observation"], batch["action"])
         errors = values - target
         critic_loss = (weighed(errors, batch) * errors).mean(1).sum()
         descend(self.critic_optimiser, self._of_critics, critic_loss)
-        metrics = {"critic_loss": critic_loss.detach(), "value": values.detach().mean(), "target": target.mean()}
-        self.updates += 1
-        if self.updates % s.policy_delay == 0:
-            actor_loss = self.actor_loss(observation)
-            descend(self.actor_optimiser, self._of_actor, actor_loss)
-            metrics["actor_loss"] = actor_loss.detach()
-            self.move_targets()
-        return Update(metrics, errors.detach().abs().mean(0))
+        return {
+            "critic_loss": critic_loss.detach(),
+            "value": values.detach().mean(),
+            "target": target.mean(),
+            "priorities": errors.detach().abs().mean(0),
+        }
+
+    def _learn_all(self, batch: Batch) -> dict[str, Tensor]:
+        """The same, then update the policy and move the targets."""
+        found = self._learn(batch)
+        actor_loss = self.actor_loss(batch["observation"])
+        descend(self.actor_optimiser, self._of_actor, actor_loss)
+        self.move_targets()
+        return {**found, "actor_loss": actor_loss.detach()}
 
     def load_published(self, weights: Mapping[str, Tensor], updates: int) -> None:
         """Take them over beside restored critics only: new ones would ruin them. Before a checkpoint little is lost."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from jurybox.training.algorithms.base import (
     Rollout,
     Update,
 )
+from jurybox.training.algorithms.compiling import compiler_missing
 from jurybox.training.algorithms.networks import features_of
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.schedules import at
@@ -35,7 +37,10 @@ from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Learner, RoleContext
 from jurybox.training.spaces import DISCOUNTED, MASK
 
+_log = logging.getLogger("jurybox.learner")
+
 _MOST_DEVIATIONS = 10.0  # of a normalised reward
+_WORTH_COMPILING = 5000  # optimiser steps that save the time of compiling them, some ten seconds
 _REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
 _UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
 _SAMPLE_ROWS, _FIRST_SAMPLE_ROWS = 256, 8192  # rows that it sees at an update
@@ -60,6 +65,8 @@ class AlgorithmLearner(Learner):
         suffix: of its metrics' names, where several learners report.
         curriculum: "make", the "module:Class" of a `Curriculum`, and its arguments; None: there is none.
         results: name of the replay that actors write the results of episodes to, for the curriculum.
+        compile: whether updates are compiled graphs (see `algorithms.compiling`), where they can be: of networks on the
+            CPU without pictures. "auto": if the run makes so many that it is worth the time.
         normalize_rewards: whether rewards are divided by the running deviation of the column "discounted_return", and
             cut off at 10 deviations, as Stable-Baselines3's VecNormalize does.
 
@@ -84,6 +91,7 @@ class AlgorithmLearner(Learner):
         curriculum: Mapping[str, Any] | None = None,
         results: str = "results",
         normalize_rewards: bool = False,
+        compile: Literal["auto", "always", "never"] = "auto",
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
@@ -93,6 +101,7 @@ class AlgorithmLearner(Learner):
         self.replay = context.replay(replay)
         self.algorithm = made = make(**algorithm)
         made.envs, made.alive = envs, context.alive
+        made.compiles = self._compiles(compile, device)
         self._scheduled = made.settings.scheduled
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -109,6 +118,18 @@ class AlgorithmLearner(Learner):
             self._returns = Normaliser(1)
         # In a serial run this is the caller's thread, which goes on after the training.
         torch.set_flush_denormal(True)
+
+    def _compiles(self, when: str, device: str) -> bool:
+        """Whether updates are to be compiled, and can be."""
+        pace, made = self.context.plan.pace_of(self.context.number), self.algorithm
+        steps = pace.learner_steps(self.context.plan.budget.steps) * made.steps_of(pace.train_freq)
+        if when == "never" or (when == "auto" and steps < _WORTH_COMPILING):
+            return False
+        if device != "cpu" or made.spec.pictures:  # most of their time is in operations that are large
+            return False
+        if missing := compiler_missing():
+            _log.warning("the learner runs without compiling, at some half to a quarter of the speed: %s", missing)
+        return missing is None
 
     @property
     def progress(self) -> Progress:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Unpack
 
 import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError, create_model, model_validator
@@ -85,7 +85,7 @@ class GymTraining(ServedSettings):
 
     title = "gym"
     may_change = (
-        *("steps", "seconds", "policy", "server", "server_http", "device", "max_ahead", "publish_interval"),
+        *("steps", "seconds", "policy", "server", "server_http", "device", "compile", "max_ahead", "publish_interval"),
         *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
     )
 
@@ -103,6 +103,11 @@ class GymTraining(ServedSettings):
     workers: int = Field(1, ge=1, description="Number of processes that step environments.")
     envs: int = Field(1, ge=1, description="Number of environments, over all workers.")
     device: str = Field("cpu", description="Device of the learner.")
+    compile: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Compile the learner's updates to C++, on the CPU and without pictures; auto: in runs of 5,000 "
+        "optimiser steps or more.",
+    )
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
     )
@@ -210,6 +215,8 @@ class GymTraining(ServedSettings):
     def unused(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and why."""
         unused = {**super().unused(), **self.own.unused()}
+        if self.device != "cpu":
+            unused["compile"] = "only updates on the CPU are compiled"
         if self.policy == "local":
             unused["max_lag"] = "policy is local: workers take the newest weights before every step"
         elif self.uses.on_policy:
@@ -330,7 +337,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
     acts = {**played, "n": settings.envs_per_worker, "max_lag": 0 if on_policy else settings.max_lag}
     acts["discounts"] = {NAME: settings.own.gamma} if settings.normalize_rewards else {}
     learner: dict[str, Any] = {"replay": NAME, "algorithm": made_of, "envs": settings.envs, "device": settings.device}
-    learner["normalize_rewards"] = settings.normalize_rewards
+    learner |= {"normalize_rewards": settings.normalize_rewards, "compile": settings.compile}
     try:
         acting = tried(algorithm, np.zeros((2, seen.size), seen.dtype))
     except AlgorithmUnusable as error:

@@ -1,0 +1,213 @@
+"""Updates as compiled graphs: what an update computes is traced once, with its gradients and optimisers, and compiled.
+
+Small networks spend most of an update between the operations of PyTorch, not in them. The trace is of ordinary PyTorch
+code, which also runs as it is: there is one implementation of each algorithm, and its gradients are autograd's. torch's
+inductor makes C++ of it, which needs a compiler once; results of the compiler are kept on disk and found again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Adam", "CompiledStep", "compiler_missing"]
+
+Step = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+_log = logging.getLogger("jurybox.learner")
+_tracing = threading.local()
+_ALIVE_EVERY = 5.0  # seconds between two signs of life while a compiler works
+
+
+class Adam(torch.optim.Adam):
+    """Adam of one group of parameters on one device, whose step can be a part of a `CompiledStep`.
+
+    Its state has torch's names, exists from the start, and is changed in place.
+
+    Attributes:
+        rate: the learning rate, float64 (); change it in place.
+    """
+
+    def __init__(
+        self, parameters: Any, rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        self.rate = torch.tensor(rate, dtype=torch.float64)
+        super().__init__(list(parameters), self.rate, betas, eps, fused=True)
+        (group,) = self.param_groups
+        self._betas, self._eps, self._parameters = betas, eps, group["params"]
+        group["lr"] = self.rate
+        for each in self._parameters:
+            self.state[each] = {
+                "step": torch.zeros((), dtype=torch.float32, device=each.device),
+                "exp_avg": torch.zeros_like(each),
+                "exp_avg_sq": torch.zeros_like(each),
+            }
+        self._collect()
+
+    def _collect(self) -> None:
+        states = [self.state[each] for each in self._parameters]
+        self._steps, self._means, self._squares = (
+            [state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state; one without a parameter's numbers is that of an optimiser before its first step."""
+        with torch.no_grad():
+            for number, parameter in enumerate(self._parameters):
+                given = state_dict["state"].get(number, {})
+                for name, mine in self.state[parameter].items():
+                    mine.copy_(torch.as_tensor(given[name])) if name in given else mine.zero_()
+
+    @torch.no_grad()
+    def apply(self, gradients: Any) -> None:
+        """Make a step by these gradients, in the order of the parameters."""
+        first, second = self._betas
+        torch._foreach_add_(self._steps, 1)
+        if not getattr(_tracing, "on", False):
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            torch._fused_adam_(
+                self._parameters, list(gradients), self._means, self._squares, [], self._steps,
+                lr=self.rate, beta1=first, beta2=second, weight_decay=0.0, eps=self._eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
+        # The same in operations that a compiler merges, parameter by parameter, with what makes the gradients.
+        steps = self._steps[0].double()
+        size = (self.rate / (1 - first**steps)).float()
+        root = (1 - second**steps).sqrt().float()
+        for value, gradient, mean, square in zip(self._parameters, gradients, self._means, self._squares, strict=True):
+            mean.lerp_(gradient, 1 - first)
+            square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            value.sub_(size * mean / (square.sqrt() / root + self._eps))
+
+
+def compiler_missing() -> str | None:
+    """Return why nothing can be compiled here; None: there is a C++ compiler."""
+    chosen = os.environ.get("CXX", "g++")
+    if shutil.which(chosen) is None:
+        return f"there is no C++ compiler {chosen!r}: install g++ or set CXX"
+    return None
+
+
+class CompiledStep:
+    """A step of an algorithm, which is traced and compiled at its first call for tensors of such shapes.
+
+    Tensors that the step uses beside its arguments, such as parameters and the optimisers' numbers, are part of the
+    graph by reference: they have to be changed in place.
+
+    Args:
+        step: takes and returns tensors by name. It has no random numbers and no branches on values.
+        alive: called now and then while a compiler works.
+
+    Attributes:
+        ran: whether it has run: then an error may have come amid changes.
+
+    Raises:
+        Exception: by a call, of any kind, while it has not `ran`: it cannot be traced or compiled.
+    """
+
+    def __init__(self, step: Step, alive: Callable[[], None] = lambda: None) -> None:
+        self._step, self._alive = step, alive
+        self._made: dict[Any, Callable[[list[Tensor]], dict[str, Tensor]]] = {}
+        self.ran = False
+
+    def __call__(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names, tensors = tuple(given), list(given.values())
+        key = names, tuple((each.dtype, each.shape, each.stride()) for each in tensors)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._compiled(names, tensors)
+        self.ran = True
+        return made(tensors)
+
+    def _compiled(self, names: tuple[str, ...], tensors: list[Tensor]) -> Callable[[list[Tensor]], dict[str, Tensor]]:
+        began = monotonic()
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache()))
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        results: list[str] = []
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            found = self._step(dict(zip(names, values, strict=True)))
+            results[:] = found
+            return [each.detach() for each in found.values()]
+
+        with _calls(self._alive):
+            graph, state = _lifted(_traced(flat, tensors))
+            settings = {"cpp_wrapper": True, "compile_threads": 1, "cpp.threads": torch.get_num_threads()}
+            with torch.no_grad(), config.patch(settings):
+                call: Any = compile_fx(graph, [*state, *tensors])
+        _log.info("compiled %s in %.1f s", getattr(self._step, "__name__", "a step"), monotonic() - began)
+
+        def run(now: list[Tensor]) -> dict[str, Tensor]:
+            with torch.no_grad():
+                return dict(zip(results, call(*state, *now), strict=True))
+
+        return run
+
+
+def _cache() -> Path:
+    """The folder of what was compiled, the user's own: what lies in it is run."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "jurybox" / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _traced(function: Callable[..., list[Tensor]], tensors: list[Tensor]) -> torch.fx.GraphModule:
+    """Trace a function with its gradients. Nothing is computed, so nothing changes."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    _tracing.on = True
+    try:
+        traced: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    finally:
+        _tracing.on = False
+    return traced
+
+
+def _lifted(traced: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """Make arguments of the tensors that a graph holds; returns it and them, which come before its own arguments."""
+    graph, held = traced.graph, dict[str, torch.fx.Node]()
+    state: list[Tensor] = []
+    first = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        node.meta.clear()  # with the tensors of the trace, which the compiler would mistake for its own
+        if node.op == "get_attr":
+            name = str(node.target)
+            if name not in held:
+                with graph.inserting_before(first):
+                    held[name] = graph.placeholder(f"held_{len(held)}")
+                state.append(getattr(traced, name).detach())
+            node.replace_all_uses_with(held[name])
+            graph.erase_node(node)
+    return torch.fx.GraphModule(torch.nn.Module(), graph), state
+
+
+@contextmanager
+def _calls(alive: Callable[[], None]) -> Iterator[None]:
+    """Call a function every few seconds, from a thread of its own."""
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(_ALIVE_EVERY):
+            alive()
+
+    thread = threading.Thread(target=go_on, name="alive while compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
