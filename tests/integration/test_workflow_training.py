@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from jurybox.studies.workflow.cage import CageRows
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
+from jurybox.studies.workflow.networks import INPUTS
 from jurybox.studies.workflow.policy import Defender, learner_of
-from jurybox.studies.workflow.rollouts import INPUTS
 from jurybox.studies.workflow.rollouts import play as roll
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.studies.workflow.train import run

@@ -15,8 +15,9 @@ from tests.unit.algorithms.acting import refined
 from jurybox.studies.workflow.cage import CageEnv, CageVectorEnv
 from jurybox.studies.workflow.cage.tables import INDEX, Blue, action
 from jurybox.studies.workflow.environments import TRUTH
+from jurybox.studies.workflow.networks import INPUTS
 from jurybox.studies.workflow.policy import Defender
-from jurybox.studies.workflow.rollouts import INPUTS, play
+from jurybox.studies.workflow.rollouts import play
 from jurybox.studies.workflow.settings import parse
 from jurybox.training.algorithms.ppo import PPOSettings, advantages_of
 from jurybox.training.vector import ProcessVectorEnv

@@ -27,12 +27,17 @@ def shaped(monkeypatch):
 
 
 def test_a_resumed_search_plays_other_episodes_than_before(tmp_path, monkeypatch) -> None:
-    returns, play, advance = [], trainer.play, WorkflowTrainer.advance
+    returns, play, evaluate, advance = [], trainer.play, trainer.play_episodes, WorkflowTrainer.advance
 
     def played(*arguments, **options):
         rollout, episodes = play(*arguments, **options)
         returns.extend(episodes.returns)
         return rollout, episodes
+
+    def evaluated(*arguments, **options):
+        episodes = evaluate(*arguments, **options)
+        returns.extend(each.total for each in episodes)
+        return episodes
 
     def stops(self):
         if self.updates == 2:
@@ -40,6 +45,7 @@ def test_a_resumed_search_plays_other_episodes_than_before(tmp_path, monkeypatch
         return advance(self)
 
     monkeypatch.setattr(trainer, "play", played)
+    monkeypatch.setattr(trainer, "play_episodes", evaluated)
     monkeypatch.setattr(workflow_run, "_CHECKPOINT_EVERY", 1)
     monkeypatch.setattr(WorkflowTrainer, "advance", stops)
     with pytest.raises(Stopped):

@@ -8,7 +8,7 @@ from scipy.spatial.distance import cdist
 
 from jurybox.studies.workflow.cage import tables as t
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES, Blue, action
-from jurybox.studies.workflow.rollouts import Alignment, Doubts, Orders, judge, judge_changes, order_masks
+from jurybox.studies.workflow.compliance import Alignment, Doubts, Orders, judge, judge_changes, order_masks
 from jurybox.studies.workflow.settings import ORDERS, describe, parse, vectors
 
 USER_LAST = parse("defender, enterprise, op_server, op_host, user")

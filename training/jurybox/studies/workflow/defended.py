@@ -12,7 +12,8 @@ from gymnasium import spaces
 
 from jurybox.studies.workflow import environments
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
-from jurybox.studies.workflow.rollouts import INPUTS, Doubts, Orders, network_input, order_masks, possible_actions
+from jurybox.studies.workflow.compliance import Orders
+from jurybox.studies.workflow.networks import INPUTS, NO_ORDER, DefendedNetworks, Situation
 from jurybox.studies.workflow.settings import WorkflowTraining, parse
 from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.spaces import MASK
@@ -49,40 +50,31 @@ class Defended(gymnasium.Env[Row, int]):
             given = {"env": env, "red": red, "quirk": quirk, "episode_length": episode_length, "use_masks": use_masks}
             settings = WorkflowTraining.model_validate({**given, "envs": 1, "total_episodes": 1})
             parsed = parse(order) if isinstance(order, str) else order
-            self._orders = Orders.of(parsed, 1)
+            situation = Situation(NO_ORDER if parsed is None else tuple(parsed))
+            Orders.of(situation.order, 1)
         except (ValueError, IndexError) as error:
             raise ConfigError(f"there is no such network to defend: {error}") from error
-        self._networks = environments.maker(settings, range(1))()
-        self._masks_order, self._masks_impossible, self._length = order_masks, use_masks, episode_length
+        part = environments.maker(settings, range(1))()
+        self._networks = DefendedNetworks([part], episode_length, use_masks=use_masks, mask_orders=order_masks)
+        self._networks.assign(0, situation)
         self.observation_space = spaces.Box(0.0, np.inf, (INPUTS,), np.float32)
         self.action_space = spaces.Discrete(N_ACTIONS)  # type: ignore[assignment]
         self.render_mode = render_mode
-        self._doubts, self._steps = Doubts(1), 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Row, dict[str, Any]]:
         super().reset(seed=seed)
-        observation, info = self._networks.reset(seed=seed, options=options)
-        self._doubts, self._steps = Doubts(1), 0
-        return self._seen(observation, info)
+        self._networks.reset(seed)
+        return self._seen()
 
     def step(self, action: int) -> tuple[Row, float, bool, bool, dict[str, Any]]:
-        chosen = np.array([action], np.int64)
-        observation, rewards, terminated, _, info = self._networks.step(chosen)
-        self._doubts.see(chosen, observation)
-        self._steps += 1
-        over = bool(terminated[0])
-        row, told = self._seen(observation, info)
-        return row, float(rewards[0]), over, not over and self._steps >= self._length, told
+        (result,) = self._networks.step(np.array([action], np.int64)).results
+        terminated = bool(result.terminated[0])
+        row, told = self._seen()
+        return row, float(result.reward[0]), terminated, bool(result.truncated[0]) and not terminated, told
 
     def close(self) -> None:
         self._networks.close()
 
-    def _seen(self, observation: npt.NDArray[Any], info: dict[str, Any]) -> tuple[Row, dict[str, Any]]:
-        allowed = np.ones((1, N_ACTIONS), np.bool_)
-        if self._masks_impossible:
-            allowed &= possible_actions(self._networks, info)
-        if self._masks_order:
-            allowed &= order_masks(self._doubts.hosts(observation), self._orders)
-        seen = np.zeros((1, INPUTS), np.float32)
-        network_input(seen, observation, self._orders, self._doubts)
-        return seen[0], {MASK: allowed[0]}
+    def _seen(self) -> tuple[Row, dict[str, Any]]:
+        waiting = self._networks.waiting()
+        return waiting.rows[0], {MASK: waiting.observation[MASK][0]}

@@ -15,7 +15,7 @@ import torch
 from jurybox.client import Model, Publisher, Reply, Timeout, connect
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
-from jurybox.studies.workflow.rollouts import INPUTS
+from jurybox.studies.workflow.networks import INPUTS
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training import interrupts
 from jurybox.training.algorithms.base import Arrays, Progress

@@ -8,29 +8,33 @@ nor processes.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from jurybox.studies.workflow.gp_ucb import Proposal, Trial, WorkflowSearch
+from jurybox.studies.workflow.networks import NO_ORDER, DefendedNetworks, Part, Situation
 from jurybox.studies.workflow.policy import Defender, OwnNetwork, learner_of
-from jurybox.studies.workflow.rollouts import Part, PlayedEpisodes, play, share
+from jurybox.studies.workflow.rollouts import PlayedEpisodes, play, share
 from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTraining
 from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.environments.adapter import Waiting
+from jurybox.training.roles.evaluation import play_episodes
 from jurybox.training.roles.policy_client import PolicyClient
 from jurybox.training.runtime.role_context import check_losses
+from jurybox.training.spaces import ALONE, MASK
 
 Parts = tuple[Part, ...]
 
 REFERENCE, MIXED, SEARCH, FINAL, DONE = "reference", "mixed", "search", "final", "done"
 _PHASES = (REFERENCE, MIXED, SEARCH, FINAL, DONE)
 _WITHOUT = 1 / 8  # share without an order among the networks that train all orders
-_NONE = (-1,) * N_TYPES
 _TRIES = 5  # to play a round of which one episode is whole
 _HEAD_STARTS, _ORDERS = 78, 79  # streams of random numbers
 
@@ -170,19 +174,23 @@ class WorkflowTrainer:
             self._begin()
         orders, own = self._orders()
         head_starts = self._head_starts()
-        rollout, played = _played(
+        rollout, played = _until_whole(
+            lambda: play(
+                self._env,
+                self._policy,
+                orders,
+                steps=settings.episode_length,
+                weight=settings.align_lambda,
+                head_starts=head_starts,
+                use_masks=settings.use_masks,
+                mask_orders=settings.order_masks,
+                stepped=lambda step: self.on_progress(
+                    self.episodes + settings.envs * step / settings.episode_length, None
+                ),
+                learn_every=settings.update_every_steps,
+                learn=self._learn,
+            ),
             own,
-            self._env,
-            self._policy,
-            orders,
-            steps=settings.episode_length,
-            weight=settings.align_lambda,
-            head_starts=head_starts,
-            use_masks=settings.use_masks,
-            mask_orders=settings.order_masks,
-            stepped=lambda step: self.on_progress(self.episodes + settings.envs * step / settings.episode_length, None),
-            learn_every=settings.update_every_steps,
-            learn=self._learn,
         )
         own, from_start = own & played.whole, (head_starts == 0) & played.whole
         shown = played.of(from_start if from_start.any() else own)
@@ -232,50 +240,54 @@ class WorkflowTrainer:
             with_orders: whether the policy sees the order that it is judged by.
             fresh: whether to play episodes without a head start; else returns and compliance are of those with one.
         """
-        settings, rounds = self.settings, -(-episodes // self.settings.envs)
-        rows: npt.NDArray[np.int64] | None = None
-        if order is not None:
-            dealt = np.atleast_2d(np.asarray(order, np.int64))
-            rows = dealt[np.arange(rounds * settings.envs) % len(dealt)].reshape(rounds, settings.envs, N_TYPES)
-        random = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates, 1))
+        settings, envs = self.settings, self.settings.envs
+        count = -(-episodes // envs) * envs
+        orders = [NO_ORDER] if order is None else np.atleast_2d(np.asarray(order, np.int64)).tolist()
+        head_starts = np.random.default_rng((settings.seed, _HEAD_STARTS, self.updates, 1)).integers(
+            0, settings.longest_head_start + 1, count
+        )
+        networks = DefendedNetworks(
+            self._evaluation,
+            settings.episode_length,
+            use_masks=settings.use_masks,
+            mask_orders=settings.order_masks,
+            with_orders=with_orders,
+        )
+        total, done = count // envs * settings.episode_length * (2 if fresh else 1), itertools.count()
 
-        runs = rounds * (2 if fresh else 1)
-        done = iter(range(runs))
+        def choose(waiting: Waiting) -> npt.NDArray[np.int64]:
+            return self._policy.act(waiting.observation[ALONE], waiting.observation[MASK])[0]
 
-        def run(head_starts: npt.NDArray[np.int64], number: int) -> PlayedEpisodes:
-            before = next(done)
-            found = _played(
-                np.ones(settings.envs, np.bool_),
-                self._evaluation,
-                self._policy,
-                None if rows is None else rows[number],
-                steps=settings.episode_length,
-                weight=0.0,
-                head_starts=head_starts,
-                use_masks=settings.use_masks,
-                mask_orders=settings.order_masks,
-                with_orders=with_orders,
-                stepped=lambda step: self.on_progress(self.episodes, (before + step / settings.episode_length) / runs),
-            )[1]
+        def played(starts: Sequence[int]) -> PlayedEpisodes:
+            situations = [Situation(orders[number % len(orders)], start) for number, start in enumerate(starts)]
+
+            def begins(episode: int) -> None:
+                networks.assign(episode % envs, situations[episode])
+
+            def alive() -> None:
+                self.on_progress(self.episodes, min(1.0, next(done) / total))
+
+            def evaluated() -> tuple[None, PlayedEpisodes]:
+                episodes = play_episodes(networks, range(count), choose, begins=begins, alive=alive)
+                return None, PlayedEpisodes.of_episodes(episodes)
+
+            found = _until_whole(evaluated, np.ones(count, np.bool_))[1]
             return found.of(found.whole)
 
-        none = np.zeros(settings.envs, np.int64)
-        from_start = [run(none, number) for number in range(rounds)] if fresh else []
-        longest = settings.longest_head_start
-        over = [run(random.integers(0, longest + 1, settings.envs), number) for number in range(rounds)]
-        first, second = joined(from_start or over), joined(over)
-        every = joined(from_start + over)
+        groups = [played([0] * count)] if fresh else []
+        groups.append(played(head_starts.tolist()))
+        first, second = groups[0], groups[-1]
         return Evaluated(
             returns=float(first.returns.mean()),
             error=_error(first.returns),
             spread=float(first.returns.std()),
             rate=first.compliance,
             fixes=float(first.fixes.mean()),
-            judged=int(every.judged.sum()),
-            obeyed=int(every.obeyed.sum()),
+            judged=sum(int(each.judged.sum()) for each in groups),
+            obeyed=sum(int(each.obeyed.sum()) for each in groups),
             taken_over=float(second.returns.mean()),
             taken_over_error=_error(second.returns),
-            episodes=len(every.returns),
+            episodes=sum(len(each.returns) for each in groups),
         )
 
     def verdict(self, judged: int, obeyed: int) -> Verdict:
@@ -293,11 +305,11 @@ class WorkflowTrainer:
         envs = self.settings.envs
         random = np.random.default_rng((self.settings.seed, _ORDERS, self.updates))
         mixed = np.array(ORDERS)[random.integers(len(ORDERS), size=envs)]
-        mixed[random.random(envs) < _WITHOUT] = _NONE
+        mixed[random.random(envs) < _WITHOUT] = NO_ORDER
         everyone = np.ones(envs, np.bool_)
         if self.phase == MIXED:
             return mixed, everyone
-        own = np.broadcast_to(_NONE if self.order is None else self.order, (envs, N_TYPES))
+        own = np.broadcast_to(NO_ORDER if self.order is None else self.order, (envs, N_TYPES))
         if self.order is None or not self._mixes:
             return own, everyone
         dealt = random.permutation(envs) < -(-envs // 2)
@@ -429,22 +441,17 @@ class WorkflowTrainer:
         return Defender(self.learner, self._make_policy(self.learner), self._random)
 
 
-def _played(counted: npt.NDArray[np.bool_], *given: Any, **options: Any) -> tuple[Rollout, PlayedEpisodes]:
+def _until_whole(
+    play: Callable[[], tuple[Any, PlayedEpisodes]], counted: npt.NDArray[np.bool_]
+) -> tuple[Any, PlayedEpisodes]:
     """Play, and again while the processes of all `counted` networks were replaced before the end of their episodes."""
     for _ in range(_TRIES):
-        rollout, played = play(*given, **options)
-        if (played.whole & counted).any():
-            return rollout, played
+        found = play()
+        if (found[1].whole & counted).any():
+            return found
     raise RuntimeError(
         f"none of {int(counted.sum())} networks reached the end of an episode in {_TRIES} tries: their processes were "
         "replaced each time; their errors are above"
-    )
-
-
-def joined(runs: Sequence[PlayedEpisodes]) -> PlayedEpisodes:
-    """Join the episodes of several runs."""
-    return PlayedEpisodes(
-        *(np.concatenate([getattr(run, each.name) for run in runs]) for each in fields(PlayedEpisodes))
     )
 
 
