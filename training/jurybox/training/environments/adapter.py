@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -112,3 +112,17 @@ class WithBots(Adapter, Protocol):
         Raises:
             KeyError: there is no bot of that name.
         """
+
+
+@runtime_checkable
+class WithState(Adapter, Protocol):
+    """An adapter whose environments may save themselves: a resumed run then goes on in the midst of their episodes."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what `restore` needs, as `checkpoints.write_state` takes it; None: some environment cannot be saved.
+
+        It changes nothing. All environments have been begun, and nobody's action waits for its result.
+        """
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, before the first step: no episode is begun then."""

@@ -52,6 +52,7 @@ Array = npt.NDArray[Any]
 Environment = gymnasium.Env[Any, Any]
 
 _LONGEST_NAME = 200  # of an input, as in the protocol
+_SAVES = ("episode_state", "restore_episode")  # methods of environments that can be saved
 _LEAST_SIDE = 36  # of a picture: the least that the convolutions of Mnih et al. (2015) accept
 
 
@@ -529,6 +530,24 @@ class GymEnvs:
         mask = None if self._masks is None else self._masks.copy()
         result = Result("", reward, terminated, truncated, self._rows.copy(), infos, mask)
         return Moved((result,), len(running), np.flatnonzero(ended).tolist())
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the states of environments that have `episode_state` and `restore_episode`; None: one has not.
+
+        Wrappers count as parts of the environment, so the outermost one must have them.
+        """
+        if not all(hasattr(env, name) for env in self.envs for name in _SAVES):
+            return None
+        states = [_foreign(getattr(env, "episode_state")) for env in self.envs]  # noqa: B009 (Gymnasium's class has none)
+        return {"envs": states, "inputs": self._inputs, "rows": self._rows, "running": self._running}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            _foreign(getattr(env, "restore_episode"), saved)  # noqa: B009
+        for name, kept in self._inputs.items():
+            kept[...] = state["inputs"][name]
+        self._rows[...], self._running[...] = state["rows"], state["running"]
 
     def close(self) -> None:
         """Close the environments."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from jurybox.training.algorithms.base import Algorithm, Array, Arrays, Progress
-from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting, WithBots
+from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting, WithBots, WithState
 from jurybox.training.replay import Replay, Streams
 from jurybox.training.roles.curriculum import Task
 from jurybox.training.roles.players import Player, players
@@ -167,15 +167,25 @@ class EnvActor(Actor):
         return self._exploration is None and self.context.env_steps < self._random_until[agent]
 
     def save(self) -> dict[str, Any]:
-        # In general an environment's state cannot be saved: a resumed run begins new episodes, and this one goes on.
+        # Where its environments cannot save themselves, a resumed run begins new episodes, and this one goes on.
         t = [{agent: each.t.tolist() for agent, each in split.recorders.items()} for split in self._splits]
-        return {"random": self._random.bit_generator.state, "t": t}
+        saved = {"random": self._random.bit_generator.state, "t": t, "turn_of": self._turn_of}
+        # Who plays by a curriculum's task, and noise that is drawn for an episode, cannot be saved either.
+        if self._playing and self._curriculum is None and self._exploration is None:
+            running = [split.state() for split in self._splits]
+            if None not in running:
+                saved["running"] = running
+        return saved
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._random.bit_generator.state = state["random"]
         for split, saved in zip(self._splits, state["t"], strict=True):
             for agent, each in split.recorders.items():
                 each.t[:] = saved[agent]
+        if "running" in state:
+            for split, saved in zip(self._splits, state["running"], strict=True):
+                split.restore(saved)
+            self._playing, self._turn_of = True, int(state["turn_of"])
 
     def close(self) -> None:
         self._resources.close()
@@ -333,6 +343,21 @@ class _Split:
         self.ask()
         return self._asked.pop(next(iter(self._asked)))
 
+    def state(self) -> dict[str, Any] | None:
+        """Return what `restore` needs to go on in the midst of the episodes; None: they cannot be saved."""
+        if not isinstance(self.adapter, WithState) or (adapter := self.adapter.state()) is None:
+            return None
+        returns = {agent: each.returns for agent, each in self.recorders.items()}
+        return {"adapter": adapter, "lengths": self.lengths, "returns": returns}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        assert isinstance(self.adapter, WithState)
+        self.adapter.restore(state["adapter"])
+        self.lengths[:] = state["lengths"]
+        for agent, each in self.recorders.items():
+            each.returns[...] = state["returns"][agent]
+
 
 class _Recorder:
     """Records an agent's transitions in its replay, each when the result of its action is known.
@@ -345,7 +370,7 @@ class _Recorder:
 
     Attributes:
         t: number of each environment's next row.
-        totals: returns of the episodes so far.
+        totals: returns of the episodes so far. returns: (2, n), these, and the discounted ones until now.
     """
 
     def __init__(
@@ -353,9 +378,10 @@ class _Recorder:
     ) -> None:
         self.player, self._numbers = player, numbers
         self._rows = None if replay is None else _Rows(replay, len(numbers))
-        self._discount, self._discounted = discount, np.zeros(len(numbers))
+        self._discount = discount
         self.t = np.full(len(numbers), begun, np.int64)
-        self.totals = np.zeros(len(numbers))
+        self.returns = np.zeros((2, len(numbers)))
+        self.totals, self._discounted = self.returns
         self._row: dict[str, Array] | None = None  # of an action whose result is not known yet
 
     def check_others(self) -> None:
@@ -390,7 +416,7 @@ class _Recorder:
         if row is not None and self._rows is not None:
             row |= {"reward": result.reward.astype(np.float32), "terminated": result.terminated}
             if self._discount is not None:
-                self._discounted = self._discount * self._discounted + result.reward
+                self._discounted[:] = self._discount * self._discounted + result.reward
                 row[DISCOUNTED] = self._discounted.astype(np.float32)
             if self.player.algorithm.on_policy:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}
