@@ -24,6 +24,7 @@ from jurybox.server.gateway.inference.requests import (
 )
 from jurybox.server.gateway.inference.shared_memory import RegionData, Regions
 from jurybox.server.gateway.inference.tensors import InputData, Parameters, RawData, TypedData, malformed, rows_of
+from jurybox.server.security.access import OF_CONNECTION
 
 FINAL = {"triton_final_response": True}
 
@@ -57,6 +58,7 @@ class AskedRows:
             options.steps,
             options.state,
             [tensor.name for tensor in request.inputs],
+            OF_CONNECTION.get(),
         )
 
     def read(self, spec: ModelSpec, partial: bool) -> ReadRows:

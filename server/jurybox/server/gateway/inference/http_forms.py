@@ -25,7 +25,7 @@ from jurybox.server.gateway.inference.forms import FormRequest, Forms
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.requests import InferRequest, Output
 from jurybox.server.gateway.inference.tensors import Parameters
-from jurybox.server.security.access import ClientConnection
+from jurybox.server.security.access import OF_CONNECTION, ClientConnection
 from jurybox.server.security.doors import RETRY_AFTER, Doors
 from jurybox.server.security.http import ACCEPTED, SECURITY_HEADERS
 from jurybox.server.security.limits import ANSWERS, Charge, refusal
@@ -135,7 +135,7 @@ class InferProtocol(Connection):
         elif data.startswith(_BEGINS) and self._idle() and (end := ENDS.search(data)):
             self._begin(data, data[: end.end()])
         else:
-            super().data_received(data)
+            self._to_uvicorn(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.BaseProtocol.connection_made`."""
@@ -188,12 +188,16 @@ class InferProtocol(Connection):
         """Pass a request to uvicorn. Its handler finds `learn`, bound to the scope, in the scope under `mark`."""
         # Only the head at first: the bytes behind it may hold another request, whose scope would replace this one's.
         earlier, rest = self.scope, data[len(head) :]
-        super().data_received(head)
+        self._to_uvicorn(head)
         if (scope := self.scope) is not earlier:
             state: Any = scope
             state[mark] = partial(learn, scope)
         if rest and not self.transport.is_closing():
-            super().data_received(rest)
+            self._to_uvicorn(rest)
+
+    def _to_uvicorn(self, data: bytes) -> None:
+        OF_CONNECTION.set(self._client)  # of the task in which uvicorn answers
+        super().data_received(data)
 
     def _more(self, head: _Head, data: bytes) -> None:
         whole = self._begins + head.length
@@ -264,7 +268,7 @@ class InferProtocol(Connection):
         self._give()
         self._ahead = b""
         earlier = self.scope
-        super().data_received(data)
+        self._to_uvicorn(data)
         if (scope := self.scope) is not earlier:
             marked: Any = scope
             marked[ACCEPTED] = True
