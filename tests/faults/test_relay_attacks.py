@@ -244,6 +244,7 @@ def test_messages_that_were_announced_and_do_not_arrive_take_no_more_than_their_
             wait_until(lambda: client.status()["relay"]["received"]["bytes"] > 90 * len(sent), 20, "its status")
             assert client.status()["relay"]["received"]["limit"] == 8 * 64 * MIB
     still_answers(server)
+    wait_until(lambda: relay.memory_info().rss - before < 16 * MIB, 20, "the relay's memory is the system's again")
 
 
 def test_no_client_replaces_another_by_its_name(server, dealer):

@@ -1,5 +1,7 @@
 """The memory that this process may use: what is left, what limits it, and whether the kernel has killed for lack of it.
 
+And what it has freed and still keeps, which `FreedMemory` returns.
+
 Read from this process's control groups (docs.kernel.org/admin-guide/cgroup-v2.html, cgroup-v1/memory.html) and /proc. A
 container's limit is that of its control group.
 """
@@ -7,6 +9,8 @@ container's limit is that of its control group.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,10 @@ from typing import NamedTuple
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _MIB = 1 << 20
 _EXPLAINS = 5.0  # seconds in which a kill explains the death of a process
+_LITTLE = 1 << 20  # bytes that a process at rest holds for clients at most, or an eighth of the most that it held
+_AT_REST = 2  # looks in a row that find so little
+_MUCH = 8 << 20  # bytes that are worth returning
+_CONNECTION = 32 << 10  # bytes that a connection takes at least, with TLS twice as much
 MORE = "give it more (docker run --memory, MEMORY of compose.yaml, systemd: MemoryMax)"
 
 
@@ -103,6 +111,43 @@ class MemoryKills:
         innermost = next(_own_groups(self._proc, self._groups), None)  # which counts a kill for any limit
         of_group = None if innermost is None else _fields(innermost[0] / innermost[1].events).get("oom_kill")
         return of_group, _fields(self._proc / "vmstat").get("oom_kill")
+
+
+class FreedMemory:
+    """Returns what a process has freed to the system when it is at rest.
+
+    The allocator keeps it for the next requests (`keep_freed_memory`), also what a burst of requests or connections
+    took and nobody will need again soon. What it cannot return counts as needed, until the process has grown again, or
+    its clients have given up what they held then.
+    """
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+        self._needed = self._private()
+        self._most = 0  # bytes for clients and their connections, since memory was returned last
+        self._rested = 0  # looks in a row
+
+    def look(self, held: int, connections: int) -> None:
+        """Return what is free, if the process is at rest. Call it every second.
+
+        Args:
+            held: bytes that the process holds for clients now.
+            connections: how many are open.
+        """
+        private, size = self._private(), held + connections * _CONNECTION
+        self._needed, self._most = min(self._needed, private), max(self._most, size)
+        self._rested = self._rested + 1 if held <= max(_LITTLE, self._most // 8) else 0
+        if self._rested >= _AT_REST and max(private - self._needed, self._most - size) >= _MUCH:
+            self._trim(0)
+            self._needed, self._most = self._private(), size
+
+    def _private(self) -> int:
+        """Return the bytes of this process that it shares with nobody."""
+        try:
+            resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+        except OSError:
+            return 0
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _own_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names]]:

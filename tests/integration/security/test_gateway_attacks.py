@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import signal
+import socket
 import struct
 import threading
 import time
@@ -275,6 +277,19 @@ def test_many_large_bodies_at_once_do_not_fill_the_memory(server, web):
     assert len(codes) == 32
     assert set(codes) <= {429, 504}
     assert peak(server) < 1500 * MIB
+
+
+def test_connections_that_did_nothing_leave_no_memory_behind(server, web, stub):
+    gateway, many = psutil.Process(server.gateway), 1500
+    host, port = server.listed["grpc"].rsplit(":", 1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(many):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        wait_until(lambda: gateway.num_fds() > many, 20, "the connections")
+        still_answers(web, stub)
+        under = gateway.memory_info().rss
+    wait_until(lambda: under - gateway.memory_info().rss > 8 * MIB, 20, "their memory is the system's again")
+    still_answers(web, stub)
 
 
 def bomb(field, content, count):

@@ -110,18 +110,3 @@ def test_answers_that_are_being_computed_are_owed_by_nobody(budget):
         assert not one.aborted and budget.held(ANSWERS) == 0
     finally:
         OF_REQUEST.reset(token)
-
-
-def test_memory_is_not_returned_while_an_eighth_of_the_most_is_held(budget):
-    large = native.Budget((1 << 30, 1 << 30, 9), (1 << 30, 1 << 30, 9))
-    one, returned = Connection(large), []
-    watch = Watch(large, [lambda: [one]])
-    watch._trim = returned.append
-    one.account.owe(RECEIVED, 128 * MIB)
-    watch.check(0.0)
-    one.account.give(RECEIVED, 112 * MIB)
-    watch.check(1.0)
-    assert not returned
-    one.account.give(RECEIVED, MIB)
-    watch.check(2.0)
-    assert returned == [0]

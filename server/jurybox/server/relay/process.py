@@ -15,6 +15,7 @@ from jurybox.client.local_link import LocalLink
 from jurybox.processes import ControlPipe, configuration, keep_freed_memory, signs_of_life, stop_event
 from jurybox.protocol.errors import ServerGone
 from jurybox.server.logs import Log, configure
+from jurybox.server.memory import FreedMemory
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
 from jurybox.server.relay.remote_clients import Front
@@ -58,7 +59,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     log.debug("listening", tcp=front.bound)
     try:
         async with signs_of_life(control_pipe, lambda: {"relay": front.held()}):
-            await _until(stop, relay)
+            await _until(stop, relay, front)
     except ServerGone:
         return STOPPED
     finally:
@@ -88,8 +89,8 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (used + more, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-async def _until(stop: asyncio.Event, relay: Relay) -> None:
-    loop = asyncio.get_running_loop()
+async def _until(stop: asyncio.Event, relay: Relay, front: Front | OpenFront) -> None:
+    loop, freed = asyncio.get_running_loop(), FreedMemory()
     reclaim_at = loop.time() + _RECLAIM
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
@@ -97,6 +98,9 @@ async def _until(stop: asyncio.Event, relay: Relay) -> None:
         relay.look_after()
         if loop.time() >= reclaim_at:
             relay.reclaim()
+            held = front.held()
+            requests, answers = held.get("received", {}), held["answers"]
+            freed.look(requests.get("bytes", 0) + answers["bytes"], held.get("connections", 0))
             reclaim_at = loop.time() + _RECLAIM
 
 

@@ -7,7 +7,6 @@ asks it before it keeps a byte. What is beyond a limit is refused with the proto
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Protocol
 
 from jurybox import native
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.memory import bounded, memory_limit
+from jurybox.server.memory import FreedMemory, bounded, memory_limit
 
 RECEIVED, ANSWERS, CALLS = range(3)  # what is counted; bytes, bytes and calls
 HTTP, GRPC, ROBOTS, TCP = range(4)  # the doors, by which refusals are counted
@@ -31,8 +30,6 @@ HTTP_CONNECTIONS, GRPC_CONNECTIONS, RELAY_CONNECTIONS = 512, 4096, 8192
 SILENCE = 30.0  # seconds between two bytes of a request
 UNREAD = 10.0  # seconds after which the connection that owes most is ended, if there is no room for answers to others
 _EVERY = 1.0  # seconds between two checks
-_MUCH = 64 << 20  # bytes
-_CONNECTION = 32 << 10  # bytes that a connection takes at least, with TLS twice as much
 
 
 def budget_of(max_message: int) -> native.Budget:
@@ -216,8 +213,7 @@ class Watch:
         self._most: Limited | None = None  # the connection that owes most
         self._owed = 0
         self._since = 0.0
-        self._peak = 0  # bytes held since memory was returned to the system
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+        self._freed = FreedMemory()
 
     async def run(self) -> None:
         """Check every second."""
@@ -228,7 +224,7 @@ class Watch:
     def check(self, now: float) -> None:
         """Check all connections once; `now` is a time of the monotonic clock in s."""
         connections = [one for door in self._doors for one in door()]
-        self._return_memory(len(connections))
+        self._freed.look(self._budget.held(RECEIVED) + self._budget.held(ANSWERS), len(connections))
         for one in connections:
             one.end_silent(now)
         if not connections or self._budget.held(ANSWERS) < 3 * self._budget.in_all[ANSWERS] // 4:
@@ -245,11 +241,3 @@ class Watch:
             self._most = None
             most.abort()
         self._owed = owed
-
-    def _return_memory(self, connections: int) -> None:
-        """Return freed memory to the system after much was held: the allocator keeps it for the next requests."""
-        held = self._budget.held(RECEIVED) + self._budget.held(ANSWERS) + connections * _CONNECTION
-        self._peak = max(self._peak, held)
-        if self._peak > _MUCH and held < self._peak // 8:
-            self._peak = 0
-            self._trim(0)
