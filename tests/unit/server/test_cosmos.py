@@ -20,8 +20,8 @@ class Intake:
 
     reward, rewards = "fine", ["fine"]
 
-    async def off_loop(self, action, *arguments):
-        return action(*arguments)
+    async def read(self, read, body):
+        return read(body)
 
     async def rows(self, request):
         return Scores([0.5] * request.n)

@@ -26,6 +26,7 @@ from jurybox.server.frontend.threads import WORKERS, ThreadPool
 from jurybox.server.gateway.dialects import intake
 from jurybox.server.gateway.dialects.json_dialects import parsed
 from jurybox.server.security.limits import HTTP, OF_REQUEST, RECEIVED, Charge, budget_of
+from jurybox.server.security.pace import Turns
 
 
 def test_a_thread_returns_or_raises_what_its_function_does():
@@ -163,7 +164,7 @@ class _RowScorer:
 
 def _intake(monkeypatch, shape, size=None):
     monkeypatch.setattr(intake, "RowScorer", lambda *_, **__: _RowScorer(shape))
-    return intake.Intake(None, ThreadPool(), size=size, model="m")
+    return intake.Intake(None, ThreadPool(), Turns(), size=size, model="m")
 
 
 def _png(width, height):

@@ -76,7 +76,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import DialectPaths, applications
 
-            routes = applications(orders["dialects"], frontend, log, doors)
+            routes = applications(orders["dialects"], frontend, log, doors, turns)
             routers.append(routes.paths)
         robots = _robot_doors(orders, frontend, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}

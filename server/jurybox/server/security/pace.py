@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -198,6 +198,23 @@ class Turns:
                 return await asyncio.to_thread(timed)
             finally:
                 await self.wait(asyncio.current_task(), took)
+
+    async def decoded(
+        self,
+        decode: Callable[[bytes], T],
+        body: bytes,
+        few: int = HEAVY,
+        off_loop: Callable[[Callable[[bytes], T], bytes], Awaitable[T]] = asyncio.to_thread,
+    ) -> T:
+        """Return what `decode` makes of a body; a large one is decoded `alone`, whichever door it came through.
+
+        Args:
+            few: bytes of a body that is decoded in the event loop at most.
+            off_loop: decodes what is between few and large.
+        """
+        if len(body) >= HEAVY:
+            return await self.alone(decode, body)
+        return decode(body) if len(body) <= few else await off_loop(decode, body)
 
     def _queue(self, turn: HasTurns, who: Any, seconds: float) -> None:
         self._behind[turn] = who

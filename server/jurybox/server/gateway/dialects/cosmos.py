@@ -76,7 +76,7 @@ class Cosmos:
 
     async def enqueue(self, body: bytes) -> HttpReply:
         """Accept pictures for scoring. Raises ProtocolMismatch, SpecMismatch, Refused, Busy."""
-        given, pictures = await self._intake.off_loop(_split, body)
+        given, pictures = await self._intake.read(_split, body)
         prompts = listed(given, "prompts", len(pictures))
         rewards = given.get("reward_fn")
         if type(rewards) is not dict:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jurybox.client.juror import Passing
 from jurybox.client.juror import Scores as Found
@@ -15,6 +16,9 @@ from jurybox.server.frontend.pictures import Pictures
 from jurybox.server.frontend.scores import RowScorer
 from jurybox.server.frontend.threads import ThreadPool
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge
+from jurybox.server.security.pace import Turns
+
+T = TypeVar("T")
 
 VERSION_HEADER = "x-jurybox-weights-version"
 _MOST_ROWS = 4096  # of one request
@@ -117,7 +121,8 @@ class Intake:
 
     Args:
         frontend: computes the rows.
-        pool: threads that parse large requests and decode pictures.
+        pool: threads that parse requests and decode pictures.
+        turns: of the process's doors, for large bodies.
         size: (height, width) to resize pictures to; None: no resizing.
         reward: name of the reward, for dialects whose requests name one.
         members: names of the members, if the model is a panel.
@@ -132,6 +137,7 @@ class Intake:
         self,
         frontend: Frontend,
         pool: ThreadPool,
+        turns: Turns,
         *,
         size: tuple[int, int] | None = None,
         reward: str = "",
@@ -142,7 +148,7 @@ class Intake:
         self.reward = reward
         self.form = form or AnswerForm()
         self.rewards = list(dict.fromkeys((reward, *members)))
-        self._pool = pool
+        self._pool, self._turns = pool, turns
         self._scorer = scorer = RowScorer(frontend, pool, **scored)
         self._pictures = Pictures(pool, size, lambda: scorer.spec)
         self._named = {name for name in (scored.get("inputs") or {}).values() if type(name) is str}
@@ -213,16 +219,18 @@ class Intake:
         """
         held = DecodedCharge(OF_REQUEST.get())
         try:
-            if len(body) > (_MOST_JSON if body[:1] in (b"{", b"[") else _MOST_IN_LOOP):
-                request = await self.off_loop(self._read, read, body, held)
-            else:
-                request = read(body)
+            off_loop = partial(self.off_loop, self._read_and_decode, held)
+            request = await self._turns.decoded(read, body, _few(body), off_loop)
             found = await self._rows(request, held)
             return write(request, found) if request.n <= _FEW else await self.off_loop(write, request, found)
         finally:
             held.give()
 
-    def _read(self, read: Callable[[bytes], Request], body: bytes, held: DecodedCharge) -> Request:
+    async def read(self, read: Callable[[bytes], T], body: bytes) -> T:
+        """Read a body that is not answered by scores."""
+        return await self._turns.decoded(read, body, _few(body), self.off_loop)
+
+    def _read_and_decode(self, held: DecodedCharge, read: Callable[[bytes], Request], body: bytes) -> Request:
         """Parse a body, and decode the pictures of a single row in the same thread."""
         request = read(body)
         if request.n != 1:
@@ -241,6 +249,10 @@ class Intake:
     def takes(self, name: str) -> bool:
         """Return whether the settings map this field to an input of the model; optional fields need that."""
         return name in self._named
+
+
+def _few(body: bytes) -> int:
+    return _MOST_JSON if body[:1] in (b"{", b"[") else _MOST_IN_LOOP
 
 
 def _among(found: Found, good: Sequence[int], scores: Found) -> Found:

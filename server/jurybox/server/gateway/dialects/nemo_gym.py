@@ -31,17 +31,16 @@ def answers(intake: Intake, _log: Callable[[str], None]) -> Mapping[str, Endpoin
             lambda body: _row(intake, body), lambda request, scores: _rewarded(intake, request, scores), body
         )
 
-    return {"/verify": verify, "/seed_session": _seeded}
+    async def seeded(body: bytes) -> HttpReply:
+        await intake.read(read, body)
+        return HttpReply(b"{}", MEDIA)
+
+    return {"/verify": verify, "/seed_session": seeded}
 
 
 def about(_intake: Intake) -> dict[str, Any]:
     """Return the responses to GET / (liveness), /health and /reverify_mode."""
     return {"/health": {"status": "ok"}, "/reverify_mode": "stateless"}
-
-
-async def _seeded(body: bytes) -> HttpReply:
-    read(body)
-    return HttpReply(b"{}", MEDIA)
 
 
 def _row(intake: Intake, body: bytes) -> Request:

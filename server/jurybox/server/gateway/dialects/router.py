@@ -33,6 +33,7 @@ from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, 
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.http import DATA_ONLY, Refusal, body_of
+from jurybox.server.security.pace import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ def applications(
     frontend: Frontend,
     log: Log,
     doors: Doors | None = None,
+    turns: Turns | None = None,
 ) -> DialectRoutes:
     """Create the routes and applications of the dialects.
 
@@ -141,8 +143,9 @@ def applications(
         frontend: computes the rows.
         log: receives the reasons for missing scores.
         doors: if they have closed, a request that is cancelled is answered with a refusal.
+        turns: of the process's doors.
     """
-    doors = doors or Doors()
+    doors, turns = doors or Doors(), turns or Turns()
     late = frontend.lanes.timeouts
     paths = APIRouter(tags=["dialects"])
     endpoints: dict[str, Endpoint] = {}
@@ -155,6 +158,7 @@ def applications(
         intake = Intake(
             frontend,
             pool,
+            turns,
             reward=settings["reward"] or settings["model"],
             members=tuple(members := settings.get("members", {})),
             form=AnswerForm(settings["like"], settings["score_range"], settings["decimals"], members),

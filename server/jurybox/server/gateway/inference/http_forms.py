@@ -29,6 +29,7 @@ from jurybox.server.security.access import OF_CONNECTION, ClientConnection
 from jurybox.server.security.doors import RETRY_AFTER, Doors
 from jurybox.server.security.http import ACCEPTED, SECURITY_HEADERS
 from jurybox.server.security.limits import ANSWERS, Charge, refusal
+from jurybox.server.security.pace import HEAVY
 
 MOST_HEADS = 1024
 MOST_HEAD = 8 << 10  # bytes of one
@@ -65,8 +66,8 @@ class KnownHeads:
     def learn(self, head: bytes, scope: Any, model: str, version: str, json_length: int) -> None:
         """Cache the head of a request that was answered with binary tensors, if it can be cached."""
         length = plain_length(scope)
-        if length is None or len(head) > MOST_HEAD or length > MOST_BODY:
-            return
+        if length is None or len(head) > MOST_HEAD or length > MOST_BODY or json_length >= HEAVY:
+            return  # `Turns.decoded` reads large JSON, which may be another one behind the same head
         if len(self.heads) >= MOST_HEADS:
             self.heads.clear()
         self.heads[head] = _Head(model, version, length, json_length)

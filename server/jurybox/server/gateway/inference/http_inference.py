@@ -20,12 +20,12 @@ from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import malformed, read_json
 from jurybox.server.security.http import CHARGE
 from jurybox.server.security.limits import Charge
-from jurybox.server.security.pace import HEAVY, Turns, joined
+from jurybox.server.security.pace import Turns, joined
 
 ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
 
 MAX_BODY_BYTES = 64 << 20
-_PIECE = 1 << 20  # bytes that are decompressed at a time, so that other requests do not wait for a whole body
+_PIECE = 1 << 20  # bytes that are decompressed at a time, and counted before more are
 _MODEL = "/v2/models/{name:path}"
 _MOST_DIGITS = 6  # of the bytes of JSON that are parsed in the event loop
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -40,10 +40,11 @@ def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES, turns: Turns | Non
     """
     paths = APIRouter(tags=["Open Inference Protocol"])
     _health(paths, oip)
-    _repository(paths, oip, most)
-    _shared_memory(paths, oip, most)
+    turns = turns or Turns()
+    _repository(paths, oip, most, turns)
+    _shared_memory(paths, oip, most, turns)
     # Last: a model's name may contain slashes, so its path would match the other routes.
-    _models(paths, oip, most, turns or Turns())
+    _models(paths, oip, most, turns)
     return paths
 
 
@@ -100,11 +101,11 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int, turns: 
     @paths.post(prefix + "/infer")
     async def infer(request: Request, name: str, version: str = "") -> Response:
         """Infer: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
-        body = await _body(request, most)
+        body = await _body(request, most, turns)
         length_of_json = request.headers.get(LENGTH)
-        reading = partial(request_of, name, version, body, length_of_json)
-        large = len(body) >= HEAVY and (length_of_json is None or len(length_of_json) > _MOST_DIGITS)
-        asked, binary, all_binary = await turns.alone(reading) if large else reading()
+        read = partial(request_of, name, version, json_length=length_of_json)
+        small = length_of_json is not None and len(length_of_json) <= _MOST_DIGITS  # tensors are views of the body
+        asked, binary, all_binary = read(body) if small else await turns.decoded(read, body)
         if "sequence_id" in asked.parameters:
             answer = await _while_connected(request, oip, asked)
         else:
@@ -138,11 +139,11 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int, turns: 
         return models.metadata(await oip.described(name, version))
 
 
-def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
+def _repository(paths: APIRouter, oip: OpenInference, most: int, turns: Turns) -> None:
     @paths.post("/v2/repository/index")
     async def index(request: Request) -> list[dict[str, Any]]:
         """List the models; {"ready": true} for those that are ready."""
-        given = await _json(request, most)
+        given = await _json(request, most, turns)
         ready = given.pop("ready", False)
         if given or type(ready) is not bool:
             raise malformed('expected no body, or {"ready": true}')
@@ -151,13 +152,13 @@ def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.post("/v2/repository/models/{name:path}/load")
     async def load(request: Request, name: str) -> Response:
         """Load a configured model, or load it again."""
-        await oip.repository.load("", name, await _repository_parameters(request, most))
+        await oip.repository.load("", name, await _repository_parameters(request, most, turns))
         return AnyText({})
 
     @paths.post("/v2/repository/models/{name:path}/unload")
     async def unload(request: Request, name: str) -> Response:
         """Unload a model."""
-        await oip.repository.unload("", name, await _repository_parameters(request, most))
+        await oip.repository.unload("", name, await _repository_parameters(request, most, turns))
         return AnyText({})
 
     @paths.post("/v2/repository/models/{name:path}/sleep")
@@ -173,7 +174,7 @@ def _repository(paths: APIRouter, oip: OpenInference, most: int) -> None:
         return AnyText({})
 
 
-def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
+def _shared_memory(paths: APIRouter, oip: OpenInference, most: int, turns: Turns) -> None:
     @paths.get("/v2/systemsharedmemory/status")
     @paths.get("/v2/systemsharedmemory/region/{name}/status")
     async def status(name: str = "") -> list[dict[str, Any]]:
@@ -183,7 +184,7 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.post("/v2/systemsharedmemory/region/{name}/register")
     async def register(request: Request, name: str) -> Response:
         """Register shared memory of the client: {"key": "/name", "offset": 0, "byte_size": 1024}."""
-        given = await _json(request, most)
+        given = await _json(request, most, turns)
         key, offset, size = given.pop("key", None), given.pop("offset", 0), given.pop("byte_size", None)
         if given or type(key) is not str or type(offset) is not int or type(size) is not int:
             raise malformed('expected {"key": "/name", "offset": bytes, "byte_size": bytes}')
@@ -207,7 +208,7 @@ def _shared_memory(paths: APIRouter, oip: OpenInference, most: int) -> None:
     @paths.post("/v2/cudasharedmemory/region/{name}/register")
     async def cuda_register(request: Request, name: str) -> Response:
         """Register device memory of the client: {"raw_handle": {"b64": "..."}, "device_id": 0, "byte_size": 1024}."""
-        given = await _json(request, most)
+        given = await _json(request, most, turns)
         handle, device, size = given.pop("raw_handle", None), given.pop("device_id", 0), given.pop("byte_size", None)
         text = handle.get("b64") if isinstance(handle, dict) else None
         if given or type(text) is not str or type(device) is not int or type(size) is not int:
@@ -242,20 +243,20 @@ def _region(region: Region) -> dict[str, Any]:
     return {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.size}
 
 
-async def _repository_parameters(request: Request, most: int) -> dict[str, Any]:
-    given = await _json(request, most)
+async def _repository_parameters(request: Request, most: int, turns: Turns) -> dict[str, Any]:
+    given = await _json(request, most, turns)
     parameters = given.pop("parameters", {})
     if given or not isinstance(parameters, dict):
         raise malformed('expected no body, or {"parameters": {...}}')
     return parameters
 
 
-async def _json(request: Request, most: int) -> dict[str, Any]:
-    body = await _body(request, most)
-    return read_json(body) if body else {}
+async def _json(request: Request, most: int, turns: Turns) -> dict[str, Any]:
+    body = await _body(request, most, turns)
+    return await turns.decoded(read_json, body) if body else {}
 
 
-async def _body(request: Request, most: int) -> bytes:
+async def _body(request: Request, most: int, turns: Turns) -> bytes:
     """Read a body and decompress it if needed; `BodyLimit` (security.http) limits what is received."""
     body = await joined([piece async for piece in request.stream() if piece])
     encoding = request.headers.get("content-encoding", "identity").strip().lower()  # RFC 9110: in any case
@@ -263,28 +264,49 @@ async def _body(request: Request, most: int) -> bytes:
         return body
     if encoding not in _WINDOW:
         raise malformed(f"Content-Encoding {encoding[:20]!r}: expected gzip or deflate")
-    return await _unpacked(body, encoding, most, request.scope[CHARGE])
+    unpacking = _Unpacking(body, encoding, most, request.scope[CHARGE])
+    if not unpacking.step():  # it is large, however small it came
+        await turns.alone(unpacking.finish)
+    return unpacking.whole()
 
 
-async def _unpacked(body: bytes, encoding: str, most: int, taken: Charge) -> bytes:
-    """Decompress a body in pieces, so that other requests can run in between."""
-    decoder = zlib.decompressobj(_WINDOW[encoding])
-    parts: list[bytes] = []
-    left, size = body, 0
-    while not decoder.eof:
+class _Unpacking:
+    """A body that is decompressed in pieces, each of which is counted.
+
+    Args:
+        most: bytes of the whole.
+        taken: counts them.
+    """
+
+    def __init__(self, body: bytes, encoding: str, most: int, taken: Charge) -> None:
+        self._decoder = zlib.decompressobj(_WINDOW[encoding])
+        self._encoding, self._most, self._taken = encoding, most, taken
+        self._left, self._parts, self._size = body, list[bytes](), 0
+
+    def step(self) -> bool:
+        """Decompress a piece, and return whether it was the last. Raises Error."""
+        decoder = self._decoder
         try:
-            part = decoder.decompress(left, _PIECE)
+            part = decoder.decompress(self._left, _PIECE)
         except zlib.error as error:
-            raise malformed(f"the body is not valid {encoding}: {error}") from error
-        left = decoder.unconsumed_tail
+            raise malformed(f"the body is not valid {self._encoding}: {error}") from error
+        self._left = decoder.unconsumed_tail
         if not part and not decoder.eof:
-            raise malformed(f"the body is incomplete {encoding}: it ends early")
-        size += len(part)
-        if size > most:
-            raise error_for(Code.TOO_LARGE, f"the body has more than {most} bytes: send fewer rows in a request")
-        taken.take(len(part))
-        parts.append(part)
-        await asyncio.sleep(0)
-    if decoder.unused_data:
-        raise malformed(f"{len(decoder.unused_data)} bytes came after the end of the {encoding} body: expected none")
-    return b"".join(parts)
+            raise malformed(f"the body is incomplete {self._encoding}: it ends early")
+        self._size += len(part)
+        if self._size > self._most:
+            raise error_for(Code.TOO_LARGE, f"the body has more than {self._most} bytes: send fewer rows in a request")
+        self._taken.take(len(part))
+        self._parts.append(part)
+        return decoder.eof
+
+    def finish(self) -> None:
+        """Decompress the rest. Raises Error."""
+        while not self.step():
+            pass
+
+    def whole(self) -> bytes:
+        """Return the decompressed body. Raises Error."""
+        if unused := len(self._decoder.unused_data):
+            raise malformed(f"{unused} bytes came after the end of the {self._encoding} body: expected none")
+        return b"".join(self._parts)

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from jurybox.protocol.errors import TABLE, Code, Error, said
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.robots.counters import RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
 from jurybox.server.gateway.robots.gr00t_observations import Gr00tObservation, gr00t_observation
 from jurybox.server.gateway.robots.json_arrays import dumps, dumps_rows, loads
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed
@@ -32,7 +32,6 @@ from jurybox.server.gateway.robots.policy import ACTIONS
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.http import DATA_ONLY, body_of
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge, Limited
-from jurybox.server.security.pace import HEAVY
 
 _MEDIA = (b"content-type", b"application/json")
 _PASSING = (Code.BUSY, Code.TIMEOUT, Code.SERVER_GONE, Code.NOT_READY, Code.DRAINING)  # a retry may succeed
@@ -109,8 +108,7 @@ class ActDoor(RobotDoor):
         with self.counted(self._delays):
             try:
                 held.take(len(body))  # its arrays are smaller
-                reading = self.turns.alone(_read, body) if len(body) >= HEAVY else decoded(_read, body)
-                request, encoded = await reading
+                request, encoded = await self.turns.decoded(_read, body)
                 flat = request.get("observation")
                 gr00t = gr00t_observation(flat) if len(request) == 1 and isinstance(flat, dict) else None
                 async with self.policy.episode(PATIENCE, returns=True) as episode:
