@@ -432,23 +432,18 @@ def test_an_invalid_panel_is_refused_at_once(panel):
         Juror(panel)
 
 
-def test_a_lone_request_is_sent_by_its_own_thread(connection, server):
-    """This saves two thread switches; the answer is the same: a score, or the reason why there is none."""
+def test_a_lone_request_gets_a_score_or_the_reason_why_there_is_none(connection):
     juror = Juror("text_length", **connection)
-    assert juror.scores_here({"text": ["abc"]}, 1) is None  # the juror's thread has to connect first
-    assert juror.scores({"text": ["abc"]}, 1) == [3.0]
     for texts, scores in ((["abc"], [3.0]), (["bad"], ["a bad text"]), (["nan"], ["the score is nan"]), ([], [])):
-        assert juror.scores_here({"text": texts}, len(texts)) == juror.scores({"text": texts}, len(texts)) == scores
-    assert juror.scores_here({"text": ["abc", "bad", "x"]}, 3) == [3.0, "a bad text", 1.0]
-    (reason,) = juror.scores_here({"text": ["x" * 10_000]}, 1)
+        assert juror.scores({"text": texts}, len(texts)) == scores
+    assert juror.scores({"text": ["abc", "bad", "x"]}, 3) == [3.0, "a bad text", 1.0]
+    (reason,) = juror.scores({"text": ["x" * 10_000]}, 1)
     assert "the model takes at most" in reason
     with pytest.raises(SpecMismatch, match="expected a column"):
-        juror.scores_here({"image": ["abc"]}, 1)
+        juror.scores({"image": ["abc"]}, 1)
     pictures = Juror("brightness_and_prompt", **connection)
     given = {"image": [np.full((5, 7, 3), 51, np.uint8)], "prompt": ["ab"]}
-    pictures.scores(given, 1)
-    np.testing.assert_allclose(pictures.scores_here(given, 1), [2.2], rtol=1e-5)
-    assert Juror("lengths", address=server.address).scores_here({"text": ["abc"]}, 1) is None  # a panel
+    np.testing.assert_allclose(pictures.scores(given, 1), [2.2], rtol=1e-5)
 
 
 def test_requests_that_arrive_while_a_lone_one_waits_are_batched(connection):
@@ -456,7 +451,6 @@ def test_requests_that_arrive_while_a_lone_one_waits_are_batched(connection):
     juror.scores({"text": ["abc"]}, 1)
     found: list[float] = []
     with juror._answering:  # as if a lone one waits for its answer
-        assert juror.scores_here({"text": ["abc"]}, 1) is None
         threads = [threading.Thread(target=lambda: found.extend(juror.scores({"text": ["abc"]}, 1))) for _ in range(16)]
         for thread in threads:
             thread.start()
@@ -471,11 +465,11 @@ def test_a_lone_request_survives_an_engine_and_never_gets_an_invented_number(con
     juror, impatient = Juror("text_length", **connection), Juror("text_length", **{**connection, "timeout": 1.0})
     for one in (juror, impatient):
         one.scores({"text": ["abc"]}, 1)
-        wait_until(lambda: one.scores_here({"text": ["abc"]}, 1) == [3.0], 60, "an answer in time")  # noqa: B023
+        wait_until(lambda: one.scores({"text": ["abc"]}, 1) == [3.0], 60, "an answer in time")  # noqa: B023
     engine = server.pids()["engine-0"]
     os.kill(engine, signal.SIGSTOP)
-    (late,) = impatient.scores_here({"text": ["abc"]}, 1)
+    (late,) = impatient.scores({"text": ["abc"]}, 1)
     assert isinstance(late, Passing)
     os.kill(engine, signal.SIGKILL)
-    assert juror.scores_here({"text": ["abcd"]}, 1) == [4.0]
-    wait_until(lambda: impatient.scores_here({"text": ["abcde"]}, 1) == [5.0], 60, "an answer in time")
+    assert juror.scores({"text": ["abcd"]}, 1) == [4.0]
+    wait_until(lambda: impatient.scores({"text": ["abcde"]}, 1) == [5.0], 60, "an answer in time")

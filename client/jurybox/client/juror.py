@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -181,40 +181,6 @@ class Juror:
             loop.call_soon(self._end_turn, loop)
         return await self._scored(asked)
 
-    def ask(self, columns: Mapping[str, Any], n: int) -> Callable[[], Awaitable[Scores]]:
-        """Send a request now, from any thread; call and await the result to get what `scores_async` returns."""
-        asked = _ScoreCall(columns, n, time.monotonic() + self._timeout)
-        self._hand_over([asked])
-        return partial(self._scored, asked)
-
-    def scores_here(self, columns: Mapping[str, Any], n: int) -> Scores | None:
-        """Like `scores`, but send the request in the calling thread, which saves a single request two thread switches.
-
-        Calls that arrive meanwhile wait, and are then sent together.
-
-        Returns:
-            The scores; or None, without sending a request, if other calls are in flight or waiting, if several engines
-            can share the rows, if the juror is a panel, or if it is not connected yet.
-
-        Raises:
-            As in `scores`.
-        """
-        with self._sends():  # before the lock, because a destructor's call within this one must not wait for it
-            if not self._answering.acquire(blocking=False):
-                return None
-            try:
-                models = self._models
-                if not models or (n > 1 and len(models) > 1) or self._pid != os.getpid() or self._waiting:
-                    return None
-                return self._scores_by(models[0], columns, n)
-            finally:
-                self._answering.release()
-
-    def _scores_by(self, model: Model, columns: Mapping[str, Any], n: int) -> Scores:
-        call = CallRows(columns, n, time.monotonic() + self._timeout)
-        call.fit(model.spec, self._inputs, partial=self._partial)
-        return Scores(*self._computed(model, call.rows, call.until))
-
     def _scores_within(self, columns: Mapping[str, Any], n: int) -> Scores:
         """Compute scores in the thread that would otherwise be waited for, because it sends this juror's calls."""
         model = _sender.model or next(iter(self._models), None)
@@ -223,21 +189,13 @@ class Juror:
                 f"scores of {self.name!r} are under way, and this thread sends them: {NESTED}. Ask for scores in a "
                 "thread of your own"
             )
-        return self._scores_by(model, columns, n)
+        call = CallRows(columns, n, time.monotonic() + self._timeout)
+        call.fit(model.spec, self._inputs, partial=self._partial)
+        return Scores(*self._computed(model, call.rows, call.until))
 
     def _needs(self, juror: Juror) -> bool:
         """Return whether a juror is one of this panel's members."""
         return any(member is juror or member._needs(juror) for _, member in list(self._members.values()))
-
-    @contextlib.contextmanager
-    def _sends(self) -> Iterator[None]:
-        """Mark the thread as the one that sends this juror's calls."""
-        before = _sender.of, _sender.model
-        _sender.of, _sender.model = weakref.ref(self), None
-        try:
-            yield
-        finally:
-            _sender.of, _sender.model = before
 
     async def _scored(self, asked: _ScoreCall) -> Scores:
         try:

@@ -204,6 +204,7 @@ def test_a_connection_beyond_those_in_use_is_told_so(served, monkeypatch):
         while part := peer.recv(1000):
             came += part
         assert came.startswith(b"HTTP/1.1 503 ") and b"connections are open and in use" in came
+        assert b"\r\nretry-after: 2\r\n" in came
 
 
 def test_requests_that_are_none_write_one_line_a_second_to_the_log(served, client, caplog):

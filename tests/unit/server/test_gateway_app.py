@@ -52,10 +52,11 @@ async def test_a_silent_supervisor_is_neither_live_nor_ready(http, source, path,
     assert (answer.status_code, answer.json()) == (503, {"status": "unavailable", "reasons": [str(error)]})
 
 
-async def test_a_draining_server_says_when_to_ask_again(http, source):
-    source.error = Refused("the server is stopping", Code.DRAINING)
+@pytest.mark.parametrize(("code", "status"), [(Code.DRAINING, 503), (Code.BUSY, 429)])
+async def test_a_server_that_has_no_room_or_stops_says_when_to_ask_again(http, source, code, status):
+    source.error = Refused("ask again later", code)
     answer = await http.get("/status")
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert (answer.status_code, answer.headers["retry-after"]) == (status, "2")
 
 
 async def reasons(http: httpx.AsyncClient) -> list[str]:

@@ -130,7 +130,7 @@ def create_app(
     @app.exception_handler(Error)
     async def failed(_request: Request, error: Error) -> JSONResponse:
         row = TABLE.get(error.code)
-        again = {"Retry-After": RETRY_AFTER} if error.code == Code.DRAINING else None
+        again = {"Retry-After": RETRY_AFTER} if error.code in (Code.BUSY, Code.DRAINING) else None
         return AnyText({"error": said(error), "code": error.code.name}, row.http if row else 500, again)
 
     @app.exception_handler(Exception)

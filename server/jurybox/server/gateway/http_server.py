@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from jurybox import native
 from jurybox.protocol.address import is_loopback
 from jurybox.server.security.access import Access
-from jurybox.server.security.doors import Doors
+from jurybox.server.security.doors import RETRY_AFTER, Doors
 from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
 from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, SILENCE, Limited
 from jurybox.server.security.pace import HEAP, Turns
@@ -56,9 +56,9 @@ PAUSE = 5.0  # seconds without a byte that end this
 _MOST_DROPPED = 8 << 20  # bytes that are read after an answer to what cannot be parsed
 _INVALID = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain; charset=utf-8\r\n"
 _FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: %b\r\n"
     b"content-type: text/plain; charset=utf-8\r\n"
-)
+) % RETRY_AFTER.encode()
 _WHY_FULL = b"%d connections are open and in use, as many as there may be: ask again later" % HTTP_CONNECTIONS
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
