@@ -34,8 +34,10 @@ import numpy as np
 import psutil
 from tests.serving import serving
 
+from jurybox.client import connect
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jurybox.protocol.remote_weights_pb2 import ReadRequest
 from jurybox.server.security.limits import most_held
 
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
@@ -47,6 +49,7 @@ CONNECTIONS: list[socket.socket] = []  # of the attacker
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
     "big": {"factory": "tests.models:big", "max_batch": 8, "rows": 32},  # 2.3 MiB of output a row
+    "learned": {"factory": "tests.models:big", "max_batch": 1, "rows": 2, "lane_rows": 1, "publish": "double_buffer"},
     "brightness": {"factory": "tests.reward_models:brightness", "max_batch": 64, "rows": 128},
     "seen": {"factory": "tests.robot_models:seen", "max_batch": 32},
     "vla": {"factory": "tests.robot_models:vla", "max_batch": 32},
@@ -88,8 +91,8 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
-def head(stream: int, method: bytes) -> bytes:
-    path = b"/inference.GRPCInferenceService/" + method
+def head(stream: int, method: bytes, service: bytes = b"inference.GRPCInferenceService") -> bytes:
+    path = b"/" + service + b"/" + method
     fields = (b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc")
     text = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in fields)
     return frame(1, 4, stream, b"\x83\x86" + text)
@@ -253,6 +256,31 @@ def unread_scrapes(told: dict[str, str], until: float) -> None:
     time.sleep(max(0.0, until - time.monotonic()))
 
 
+def slow_readers(told: dict[str, Any], until: float) -> None:
+    """Read weights of 12 MiB in small pieces, over as many streams as there may be, while a learner publishes more."""
+
+    def attack() -> None:
+        peers = [Peer(told["grpc"], reads=False) for _ in range(32)]
+        for peer in peers:
+            for call in range(1, 17, 2):
+                asked = message(ReadRequest(model="learned").SerializeToString())
+                peer.socket.sendall(head(call, b"Read", b"jurybox.RemoteWeights") + frame(0, 0, call, asked))
+            peer.socket.setblocking(False)
+        with connect(told["address"]) as near, near.publisher("learned") as publisher:
+            weights = publisher.channel.layout.views(np.ones(publisher.channel.layout.nbytes, np.uint8))
+            published = 0.0
+            while (now := time.monotonic()) < until:
+                if now - published > 0.5:
+                    publisher.publish(weights)
+                    published = now
+                for peer in peers:
+                    with contextlib.suppress(BlockingIOError):
+                        peer.socket.recv(16 << 10)
+                time.sleep(0.02)
+
+    again(until, attack)
+
+
 def idle_connections(told: dict[str, str], until: float) -> None:
     for where in ("grpc", "http"):
         for _ in range(2048):
@@ -390,6 +418,7 @@ ATTACKS: dict[str, tuple[str, Callable[[dict[str, str], float], None]]] = {
     "4,096 connections that do nothing": ("gateway", idle_connections),
     "4,096 connections of one name to the relay": ("relay", one_name),
     "300 HTTP connections that read no metrics": ("gateway", unread_scrapes),
+    "256 readers of weights that read slowly, while a learner publishes": ("gateway", slow_readers),
     "200 HTTP connections that pipeline 50 GETs": ("gateway", pipelined_requests),
     "one uploader of bodies of 60 MiB": ("gateway", uploads),
     "two uploaders of bodies of 60 MiB": ("gateway", partial(uploads, many=2)),
@@ -443,7 +472,7 @@ def measure(what: str, rounds: int, seconds: float) -> Seen:
         where = Path(folder)
         with serving(where, MODELS, dialects=DIALECTS, more=ROBOTS, http=LOCAL, grpc=LOCAL, tcp=LOCAL) as server:
             with server.connect() as client:
-                told = client.status()["server"]
+                told = {**client.status()["server"], "address": server.address}
             process = psutil.Process(server.pids()[role])
             orders, others = context.Pipe()
             attacking = context.Process(target=attacker, args=(attack, told, others), daemon=True)

@@ -16,7 +16,7 @@ import ssl
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -248,16 +248,17 @@ class Call:
     async def _unary(self, request: Any) -> None:
         self.reply(self._handler.response_serializer(await self._handler.unary_unary(request, self)))
 
-    async def _answers(self, answers: AsyncIterator[Any]) -> None:
+    async def _answers(self, answers: AsyncGenerator[Any, None]) -> None:
         connection, number = self._connection, self._number
-        async for answer in answers:
-            if self._done:
-                return
-            if not connection.native.send(number, self._handler.response_serializer(answer)):
-                self._end()
-            connection.flush()
-            while not self._done and connection.full(number):
-                await connection.taken_some()
+        async with contextlib.aclosing(answers):  # what it holds ends with the call, whoever keeps a reference to it
+            async for answer in answers:
+                if self._done:
+                    return
+                if not connection.native.send(number, self._handler.response_serializer(answer)):
+                    self._end()
+                connection.flush()
+                while not self._done and connection.full(number):
+                    await connection.taken_some()
         self._finish(_STATUS.OK, "")
 
     async def _iterated(self) -> AsyncIterator[Any]:
