@@ -1,10 +1,10 @@
 """Robots with one policy server: rate of 1 and 8 clients, and the cost of a websocket per observation.
 
-``python -m benchmarks.robots [--openpi CHECKOUT] [--seconds N] [--rounds N]``: two to three minutes. Observations are
-two images of 224 x 224 x 3 and a state, as openpi's client sends them. Jurybox and openpi's own server (of a checkout;
-without one a server built like theirs) take turns, so that a ratio of one round compares adjacent measurements; beside
-the wall clock is the CPU time per answer, which other programs do not change. Results are written to
-benchmarks/robots/results.
+``python -m benchmarks.robots [--openpi CHECKOUT] [--seconds N] [--rounds N] [--doors NAME ...] [--out FILE]``: two to
+three minutes. Observations are two images of 224 x 224 x 3 and a state, as openpi's client sends them. Jurybox and
+openpi's own server (of a checkout; without one a server built like theirs) take turns, so that a ratio of one round
+compares adjacent measurements; beside the wall clock is the CPU time per answer, which other programs do not change.
+Results are written to benchmarks/robots/results.
 """
 
 from __future__ import annotations
@@ -168,6 +168,8 @@ def main() -> None:
     parser.add_argument("--openpi", default="", help="a checkout of github.com/Physical-Intelligence/openpi")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS, help="measured beside openpi's")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the file to write")
     given = parser.parse_args()
     one, crowd = forwards(LARGE)
     rates: dict[tuple[str, int], list[Measured]] = {}
@@ -179,7 +181,7 @@ def main() -> None:
     ):
         for _ in range(given.rounds):
             ways = [("jurybox", robots["openpi"], pid, openpi), ("openpi", peer, peer_pid, openpi)]
-            ways += [(f"jurybox, {name}", robots[name], pid, CLIENTS[name]) for name in DOORS if name != "openpi"]
+            ways += [(f"jurybox, {name}", robots[name], pid, CLIENTS[name]) for name in given.doors if name != "openpi"]
             for name, where, process, opened in ways:
                 for clients in (1, CROWD):
                     measured = asked(where, clients, given.seconds, process, opened)
@@ -190,8 +192,8 @@ def main() -> None:
         with connect_jurybox(address) as client:
             batch = next(model for model in client.status()["models"] if model["name"] == "openpi")["histograms"]
     text = report(given, rates, way, (one, crowd), batch["batch_rows"])
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(text)
+    given.out.parent.mkdir(exist_ok=True)
+    given.out.write_text(text)
     print(text)
 
 
