@@ -37,6 +37,7 @@ from jurybox.protocol.wire import (
     require_control_size,
     require_name,
 )
+from jurybox.server.logs import LogLimiter
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
 from jurybox.server.security.doors import refusal
@@ -81,7 +82,7 @@ class Relay:
         self._front = front
         self._back = back
         self._link = link
-        self._report = report
+        self._limited = LogLimiter(report)
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[int, HeldLane] = {}  # by the lease number given to the client, which is unguessable
         self._missing: dict[bytes, int] = {}
@@ -90,7 +91,6 @@ class Relay:
         self._kept: dict[bytes, set[str]] = {}  # models that a client has asked to keep
         self._number = 0
         self._pumping = self._closed = self._draining = False
-        self._bad_messages, self._warned_at = 0, 0.0
         self._pay_scheduled = False
         self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
         self._lone: HeldLane | None = None  # the only one of those, if there is one
@@ -184,9 +184,9 @@ class Relay:
         owners = {held.owner for held in self._lanes.values()} | self._kept.keys()
         self._missing = {owner: self._missing.get(owner, 0) + 1 for owner in owners if not self._front.is_there(owner)}
         gone = {number: held for number, held in self._lanes.items() if self._missing.get(held.owner, 0) >= _MISSED}
-        if gone:  # one line for all: a stranger can come and go any number of times
+        if gone:
             clients, rows = len({held.owner for held in gone.values()}), sum(held.lane.rows for held in gone.values())
-            self._report("remote clients gone, rows released", clients=clients, rows=rows)
+            self._limited("remote clients gone, rows released", clients=clients, rows=rows)
         for number in gone:
             self._drop(number)
         for owner in [owner for owner, missed in self._missing.items() if missed >= _MISSED]:
@@ -196,6 +196,7 @@ class Relay:
         self._calls = {number: call for number, call in self._calls.items() if call[0] > long_ago}
         self._calls_of = Counter(sender for _, sender, _, _ in self._calls.values())
         self._front.forget_sent()
+        self._limited.flush()
         self._again()
 
     def drain(self, drained: Callable[[], None]) -> None:
@@ -273,11 +274,8 @@ class Relay:
             self._send([sender, head(InlineTicket(sender, 0, 0, 0, 0, 0, 0), code, why)])
 
     def _warn(self, why: str) -> None:
-        """Log a bad message, at most once a second."""
-        self._bad_messages += 1
-        if (now := time.monotonic()) - self._warned_at >= 1.0:
-            self._report("bad messages", count=self._bad_messages, last=why)
-            self._bad_messages, self._warned_at = 0, now
+        """Log a bad message; a stranger can send any number of them."""
+        self._limited("bad message", why=why)
 
     def _send(self, frames: list[bytes]) -> bool:
         """Send a message; return False if the client is gone."""
