@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jurybox import native
-from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, Refused, error_for, said
+from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, error_for, said
 from jurybox.server.gateway.http_server import TURN
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.security.doors import Doors, refusal
@@ -226,9 +226,8 @@ class RepServer(Generic[T]):
             return
         peer.requests.put_nowait(_RepRequest(body if len(frames) == 3 else None, charge))
 
-    def _no_room(self, client: bytes, _first: bytes) -> None:
-        why = f"no room for a message now, of at most {self._most} bytes: send less, or ask again later"
-        self._front.send((client, b"", self._refused(Refused(why, Code.BUSY))))
+    def _no_room(self, client: bytes, _first: bytes, error: Error) -> None:
+        self._front.send((client, b"", self._refused(error)))
 
     def _gone(self, client: bytes) -> None:
         if (peer := self._peers.pop(client, None)) is not None:

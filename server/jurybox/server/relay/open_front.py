@@ -14,8 +14,9 @@ from typing import Any
 
 from jurybox import native
 from jurybox.protocol.descriptors import exhausted
+from jurybox.protocol.errors import Refused
 from jurybox.protocol.wire import PREFIX
-from jurybox.server.security.limits import REASONS, RECEIVED, RELAY_CONNECTIONS, TCP, budget_of
+from jurybox.server.security.limits import REASONS, RECEIVED, RELAY_CONNECTIONS, TCP, budget_of, no_room
 
 _BACKLOG = 128
 _BEAT, _SILENCE, _HANDSHAKE = 2.0, 10.0, 5.0  # seconds, as in Front
@@ -51,8 +52,8 @@ class OpenFront:
     Attributes:
         bound: the actual "host:port".
         budget: what all clients together may make the relay hold.
-        refused: called with a client and the first frame of a message for which the budget had no room; the frame is
-            empty if it was not kept.
+        refused: called with a client, the first frame of a message for which the budget had no room, and the error that
+            says so; the frame is empty if it was not kept.
         gone: called with a client whose connection has ended.
 
     Raises:
@@ -66,7 +67,7 @@ class OpenFront:
         self._longest = max_message if budget is None else _ANY
         self.budget = budget or budget_of(max_message)
         self._door = door
-        self.refused: Callable[[bytes, bytes], None] = lambda _client, _first: None
+        self.refused: Callable[[bytes, bytes, Refused], None] = lambda _client, _first, _error: None
         self.gone: Callable[[bytes], None] = lambda _client: None
         self._listener = where if isinstance(where, socket.socket) else _bound(where)
         self._epoll = select.epoll()
@@ -227,7 +228,7 @@ class OpenFront:
             connection.take_in()
         messages = connection.link.receive(0, _TURN)
         for first in connection.link.refused():
-            self.refused(name, first)
+            self.refused(name, first, no_room(self._most))
         self._messages.extend([name, *frames] for frames in messages)
         if len(messages) == _TURN:
             self._more[name] = connection

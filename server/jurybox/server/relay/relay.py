@@ -301,14 +301,13 @@ class Relay:
         if isinstance(front, OpenFront) and (link := front.link(sender)) is not None and held.connect(sender, link):
             front.give_first(sender, lambda: self._take_in(held))
 
-    def _on_refused(self, sender: bytes, first: bytes) -> None:
+    def _on_refused(self, sender: bytes, first: bytes, error: Error) -> None:
         """Answer a message for which there was no room: that of a ticket by its number."""
         ticket = InlineTicket(sender, 0, 0, 0, 0, 0, 0)
         if len(first) == TICKET_FRAME and first.startswith(PREFIX):
             sequence, _, left, _, _, row, rows, _, version, incarnation = PACK_TICKET.unpack_from(first, len(PREFIX))
             ticket = InlineTicket(sender, sequence, left, row, rows, version, incarnation)
-        why = "the server holds as many bytes of requests as it may: ask again later"
-        self._send([sender, head(ticket, Code.BUSY, why)])
+        self._send([sender, head(ticket, error.code, str(error))])
 
     def _take_in(self, held: HeldLane) -> None:
         if held.take_in():

@@ -58,6 +58,16 @@ def refusal(account: native.Account, budget: native.Budget, found: int, kind: in
     return Refused(f"{whose} {what.format(held)}, of at most {most} at once: ask again later", Code.BUSY)
 
 
+def no_room(most: int) -> Refused:
+    """Return the error for a message over ZeroMQ that was dropped while it came, so what was held is known no more.
+
+    Args:
+        most: bytes of the largest message.
+    """
+    why = f"there is no room for this message now, of at most {most} bytes: ask again later, or send less"
+    return Refused(why, Code.BUSY)
+
+
 class Charge:
     """What one request holds of its connection's account.
 
