@@ -212,10 +212,11 @@ def report(
         "",
         f"{date.today()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the end; `python -m "
         f"benchmarks.robots{' --openpi CHECKOUT' if given.openpi else ''} --seconds {given.seconds:g} --rounds "
-        f"{given.rounds}{doors}`, beside {theirs}. An observation is two images of 224 x 224 x 3 and a state; the policy "
-        f"is {LARGE[2]} steps of {LARGE[1]} small layers, on one thread: on a CPU its forward costs its calls, nearly "
-        f"whatever the batch. One row takes {forward[0]:.1f} ms of CPU, {CROWD} rows {forward[1]:.1f} ms: {CROWD} "
-        f"clients could get {CROWD * forward[0] / forward[1]:.1f} times the answers of one, did all else cost nothing.",
+        f"{given.rounds}{doors}`, beside {theirs}. An observation is two images of 224 x 224 x 3 and a state; the "
+        f"policy is {LARGE[2]} steps of {LARGE[1]} small layers, on one thread: on a CPU its forward costs its calls, "
+        f"nearly whatever the batch. One row takes {forward[0]:.1f} ms of CPU, {CROWD} rows {forward[1]:.1f} ms: "
+        f"{CROWD} clients could get {CROWD * forward[0] / forward[1]:.1f} times the answers of one, did all else "
+        "cost nothing.",
         "",
         "| round | server | clients | answers/s | median ms | server's CPU ms an answer | clients' |",
         "|---|---|---|---|---|---|---|",
