@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.algorithms.acting import START, algorithm, spec_of
-from tests.unit.algorithms.batches import batch
+from tests.unit.algorithms.test_recorded_losses import DISCRETE, batch, rollout
 
 from jurybox.training.algorithms import compiling
+from jurybox.training.algorithms.base import take
 from jurybox.training.algorithms.compiling import Adam, CompiledStep, compiler_missing
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
@@ -24,7 +26,8 @@ def one_thread():
 
 
 def made(name: str, compiles: bool, **settings):
-    learner = algorithm(name, spec_of(5, (), False, False, 2), hidden=(8, 8), **settings)
+    spec = spec_of(4, (), False, name in DISCRETE, 3 if name in DISCRETE else 2)
+    learner = algorithm(name, spec, **{"hidden": (8, 8), "batch_size": 16, **settings})
     learner.compiles = compiles
     learner.setup(0, "cpu")
     return learner
@@ -36,42 +39,54 @@ def numbers(learner) -> list[torch.Tensor]:
     return [each for part in state.values() for each in torch.utils._pytree.tree_leaves(part) if torch.is_tensor(each)]
 
 
-def test_adam_makes_torchs_steps_and_its_state_is_torchs() -> None:
+def test_a_traced_step_of_adam_is_torchs_and_so_is_its_state() -> None:
     start = [torch.randn(3, 4), torch.randn(4)]
-    mine, theirs = ([each.clone().requires_grad_() for each in start] for _ in range(2))
-    of_mine, of_theirs = Adam(mine, 0.01), torch.optim.Adam(theirs, 0.01, fused=True)
+    mine, theirs, untraced = ([each.clone().requires_grad_() for each in start] for _ in range(3))
+    of_mine, of_theirs, of_untraced = Adam(mine, 0.01), torch.optim.Adam(theirs, 0.01, fused=True), Adam(untraced, 0.01)
     for _ in range(5):
         gradients = [torch.randn_like(each) for each in start]
-        of_mine.apply(gradients)
-        for each, gradient in zip(theirs, gradients, strict=True):
-            each.grad = gradient
-        of_theirs.step()
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        of_mine.traced_step(gradients)
+        take(of_theirs, theirs, gradients)
+        take(of_untraced, untraced, gradients)
+    for a, b, c in zip(mine, theirs, untraced, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert torch.equal(b, c)
     again = Adam([each.detach().clone().requires_grad_() for each in theirs], 0.01)
     again.load_state_dict(of_theirs.state_dict())
-    for a, b in zip(again.state_dict()["state"].values(), of_mine.state_dict()["state"].values(), strict=True):
+    for a, b in zip(again.state_dict()["state"].values(), of_untraced.state_dict()["state"].values(), strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+CASES: list[tuple[str, dict]] = [
+    ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}), ("ppo", {"n_epochs": 2}),
+    ("ppo", {"n_epochs": 2, "target_kl": 0.05}), ("ppo", {"n_epochs": 2, "batch_size": 12}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "with_compiler"), [("sac", False), ("td3", False), pytest.param("sac", True, marks=needs_compiler)]
+    ("name", "settings", "with_compiler"),
+    [*((*case, False) for case in CASES), pytest.param("sac", {}, True, marks=needs_compiler)],
 )
-def test_a_compiled_learner_learns_what_one_that_is_not_does(name, with_compiler, monkeypatch) -> None:
+def test_a_compiled_learner_learns_what_one_that_is_not_does(name, settings, with_compiler, monkeypatch) -> None:
     if not with_compiler:  # the traced graph itself, in a tenth of the time
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, given: graph)
-    compiled, plain = made(name, True, learning_rate="lin_0.003_0.001"), made(name, False, learning_rate=0.003)
+    compiled = made(name, True, learning_rate="lin_0.003_0.001", **settings)
+    plain = made(name, False, learning_rate=0.003, **settings)
+    rng = np.random.default_rng(1)
     for number in range(4):
+        rows = rollout(rng, name in DISCRETE) if plain.on_policy else batch(rng, name in DISCRETE)
         if number == 2:  # what has been compiled goes on with a state that came from elsewhere
-            plain.update(batch(9), START)
+            plain.update(rows, START)
             compiled.load_state_dict(plain.state_dict())
-        rows = batch(number)
         found, expected = compiled.update(rows, START), plain.update(rows, START)
         assert found.metrics.keys() == expected.metrics.keys()
         for metric, value in expected.metrics.items():
-            torch.testing.assert_close(found.metrics[metric], value, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(found.priorities, expected.priorities, rtol=1e-3, atol=1e-4)
+            assert float(found.metrics[metric]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), metric
+        if expected.priorities is not None:
+            torch.testing.assert_close(found.priorities, expected.priorities, rtol=1e-3, atol=1e-4)
     assert compiled.compiles, "it has not fallen back"
+    assert compiled._compiled, "it has compiled"
     for a, b in zip(numbers(compiled), numbers(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -81,11 +96,12 @@ def test_without_a_compiler_it_learns_the_same_and_says_why(monkeypatch, caplog)
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(CompiledStep, "_compiled", refuse)
-    compiled, plain = made("sac", True), made("sac", False)
+    compiled, plain, rng = made("sac", True), made("sac", False), np.random.default_rng(0)
     with caplog.at_level(logging.WARNING, "jurybox.learner"):
         for number in range(2):
-            compiled.update(batch(number), START)
-            plain.update(batch(number), START)
+            rows = batch(rng, False)
+            compiled.update(rows, START)
+            plain.update(rows, START)
     assert [each for each in caplog.messages if "no compiler here" in each and "without compiling" in each]
     assert len(caplog.messages) == 1
     assert all(torch.equal(a, b) for a, b in zip(numbers(compiled), numbers(plain), strict=True))
@@ -99,7 +115,8 @@ def test_a_missing_compiler_is_named(monkeypatch) -> None:
 def test_a_trace_changes_nothing() -> None:
     learner = made("td3", False)
     before = [each.clone() for each in numbers(learner)]
-    rows = {**batch(0), "noise": torch.zeros_like(batch(0)["action"])}
+    rows = batch(np.random.default_rng(0), False)
+    rows["noise"] = torch.zeros_like(rows["action"])
     names = list(rows)
     compiling._traced(
         lambda *values: list(learner._learn_all(dict(zip(names, values, strict=True))).values()), list(rows.values())

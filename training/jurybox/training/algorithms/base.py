@@ -46,7 +46,8 @@ else:
 
 __all__ = [
     "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "OffPolicySettings", "OnPolicySettings", "Progress",
-    "Rollout", "Update", "descend", "draw_categorical", "draw_choices", "draw_normal", "log_softmax", "weighed",
+    "Rollout", "Update", "clipped", "descend", "draw_categorical", "draw_choices", "draw_normal", "log_softmax", "take",
+    "weighed",
 ]  # fmt: skip
 
 _log = logging.getLogger("jurybox.learner")
@@ -92,17 +93,44 @@ def weighed(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     return losses if weights is None else losses * weights
 
 
-def descend(optimiser: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], loss: torch.Tensor) -> None:
+def descend(
+    optimiser: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    loss: torch.Tensor,
+    max_grad_norm: float | None = None,
+) -> None:
     """Make a step by the gradients of these parameters alone: a policy's loss runs through critics, whose own are of no
     use then.
+
+    Args:
+        max_grad_norm: norm that the gradients, taken together, are shortened to if theirs is larger.
     """
     gradients = torch.autograd.grad(loss, parameters)
-    if isinstance(optimiser, compiling.Adam):
-        optimiser.apply(gradients)
+    if max_grad_norm is not None:
+        gradients = clipped(gradients, max_grad_norm)
+    take(optimiser, parameters, gradients)
+
+
+def take(
+    optimiser: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Make a step of an optimiser of these parameters, by these gradients; in a compiled step of `compiling.Adam`."""
+    if getattr(compiling.TRACING, "on", False):
+        if not isinstance(optimiser, compiling.Adam):
+            raise TypeError(f"{type(optimiser).__name__} in a step that is compiled: expected compiling.Adam")
+        optimiser.traced_step(gradients)
         return
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimiser.step()
+
+
+def clipped(gradients: Sequence[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, ...]:
+    """Gradients shortened to that norm, taken together, if theirs is larger; as torch's `clip_grad_norm_` does."""
+    with torch.no_grad():
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return tuple(each * factor for each in gradients)
 
 
 @dataclass(slots=True)
@@ -401,7 +429,7 @@ class Algorithm(ABC):
 
         Args:
             step: takes and returns tensors by name. It has no random numbers and no branches on values, changes
-                parameters in place, and its optimisers are of `compiling.Adam`, by `descend` or `apply`.
+                parameters in place, and its optimisers are of `compiling.Adam`, by `descend` or `take`.
         """
         name = step.__name__
         if self.compiles:

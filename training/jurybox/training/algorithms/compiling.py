@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Adam", "CompiledStep", "compiler_missing"]
+__all__ = ["TRACING", "Adam", "CompiledStep", "compiler_missing"]
+
+TRACING = threading.local()
+"""Has `on` True in a thread that traces a step."""
 
 Step = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 _log = logging.getLogger("jurybox.learner")
-_tracing = threading.local()
 _ALIVE_EVERY = 5.0  # seconds between two signs of life while a compiler works
 
 
@@ -52,13 +54,6 @@ class Adam(torch.optim.Adam):
                 "exp_avg": torch.zeros_like(each),
                 "exp_avg_sq": torch.zeros_like(each),
             }
-        self._collect()
-
-    def _collect(self) -> None:
-        states = [self.state[each] for each in self._parameters]
-        self._steps, self._means, self._squares = (
-            [state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")
-        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state; one without a parameter's numbers is that of an optimiser before its first step."""
@@ -69,23 +64,20 @@ class Adam(torch.optim.Adam):
                     mine.copy_(torch.as_tensor(given[name])) if name in given else mine.zero_()
 
     @torch.no_grad()
-    def apply(self, gradients: Any) -> None:
-        """Make a step by these gradients, in the order of the parameters."""
+    def traced_step(self, gradients: Sequence[Tensor]) -> None:
+        """The same as `step`, in operations that a compiler merges, parameter by parameter, with what makes gradients.
+
+        Args:
+            gradients: of the parameters, in their order.
+        """
         first, second = self._betas
-        torch._foreach_add_(self._steps, 1)
-        if not getattr(_tracing, "on", False):
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            torch._fused_adam_(
-                self._parameters, list(gradients), self._means, self._squares, [], self._steps,
-                lr=self.rate, beta1=first, beta2=second, weight_decay=0.0, eps=self._eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
-            return
-        # The same in operations that a compiler merges, parameter by parameter, with what makes the gradients.
-        steps = self._steps[0].double()
+        states = [self.state[each] for each in self._parameters]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        steps = states[0]["step"].double()
         size = (self.rate / (1 - first**steps)).float()
         root = (1 - second**steps).sqrt().float()
-        for value, gradient, mean, square in zip(self._parameters, gradients, self._means, self._squares, strict=True):
+        for value, gradient, state in zip(self._parameters, gradients, states, strict=True):
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
             mean.lerp_(gradient, 1 - first)
             square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
             value.sub_(size * mean / (square.sqrt() / root + self._eps))
@@ -169,11 +161,11 @@ def _traced(function: Callable[..., list[Tensor]], tensors: list[Tensor]) -> tor
     """Trace a function with its gradients. Nothing is computed, so nothing changes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    _tracing.on = True
+    TRACING.on = True
     try:
         traced: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
     finally:
-        _tracing.on = False
+        TRACING.on = False
     return traced
 
 

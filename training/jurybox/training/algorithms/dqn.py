@@ -19,6 +19,8 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     Progress,
     Update,
+    compiling,
+    descend,
     networks,
     torch,
 )
@@ -110,7 +112,8 @@ class DQN(Algorithm):
         self.acting = self.seeded(self.network, seed).to(device)
         self.target = copy.deepcopy(self.acting).requires_grad_(False)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.optimiser = torch.optim.Adam(self.acting.parameters(), lr=at(self.settings.learning_rate, 1.0))
+        self._live = list(self.acting.parameters())
+        self.optimiser = compiling.Adam(self._live, at(self.settings.learning_rate, 1.0))
         self.updates = 0
 
     def seen(self, batch: Batch, which: str = "") -> tuple[torch.Tensor, ...]:
@@ -120,8 +123,12 @@ class DQN(Algorithm):
         mask = batch[f"{which}{MASK}"].bool()
         return batch[f"{which}observation"], mask | ~mask.any(1, keepdim=True)  # after an end nothing may be allowed
 
+    def draws(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Random numbers that the loss of a batch takes, by name."""
+        return {}
+
     def loss(self, batch: Batch) -> torch.Tensor:
-        """The Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
+        """The Huber loss of a batch, as a tensor with gradients; `batch` as in `update`, with the `draws`."""
         values = self.acting(*self.seen(batch)).gather(1, batch["action"].long()[:, None])[:, 0]
         with torch.no_grad():
             seen = self.seen(batch, "next_")
@@ -139,13 +146,14 @@ class DQN(Algorithm):
         first, reached = self.updates % updates == 0, progress.env_steps
         if first and (ends := reached // interval - (reached - collect) // interval):
             self.move_target(1.0 - (1.0 - s.tau) ** ends)  # the network is the same at all of them
-        loss = self.loss(batch)
-        self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.acting.parameters(), s.max_grad_norm)
-        self.optimiser.step()
+        found = self.run(self._learn, {**batch, **self.draws(batch)})
         self.updates += 1
-        return Update({"loss": loss.detach()})
+        return Update(found)
+
+    def _learn(self, batch: Batch) -> dict[str, torch.Tensor]:
+        loss = self.loss(batch)
+        descend(self.optimiser, self._live, loss, self.settings.max_grad_norm)
+        return {"loss": loss.detach()}
 
     def move_target(self, tau: float) -> None:
         """Move the target network towards the network by the share `tau`; 1 copies it."""

@@ -29,16 +29,22 @@ class IQN(DQN):
             self.encoder(), self.spec.action.size, self.settings.hidden, masked=self.spec.masked
         )
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`."""
+    def draws(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Levels of the quantiles of own returns, and of the target's, (n, quantiles) each."""
         n, device = len(batch["reward"]), batch["reward"].device
-        taus = torch.rand(n, networks.QUANTILES, device=device, generator=self.generator)
+        return {
+            name: torch.rand(n, networks.QUANTILES, device=device, generator=self.generator)
+            for name in ("taus", "next_taus")
+        }
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The quantile Huber loss of a batch, as a tensor with gradients; `batch` as in `update`, with the `draws`."""
+        n, taus = len(batch["reward"]), batch["taus"]
         chosen = batch["action"].long()[:, None, None].expand(n, networks.QUANTILES, 1)
         own = self.acting.quantiles(batch["observation"], taus).gather(2, chosen)[:, :, 0]
         with torch.no_grad():
             best = self.acting(*self.seen(batch, "next_")).argmax(1)
-            others = torch.rand(n, networks.QUANTILES, device=device, generator=self.generator)
-            following = self.target.quantiles(batch["next_observation"], others)
+            following = self.target.quantiles(batch["next_observation"], batch["next_taus"])
             following = following.gather(2, best[:, None, None].expand(n, networks.QUANTILES, 1))[:, :, 0]
             target = batch["reward"][:, None] + batch["discount"][:, None] * following
         return quantile_loss(own, taus, target)

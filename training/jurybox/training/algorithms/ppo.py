@@ -8,7 +8,7 @@ Those of `PPO.Settings` are Stable-Baselines3's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,16 +21,21 @@ from jurybox.training.algorithms.base import (
     Algorithm,
     Array,
     Arrays,
+    Batch,
     Choose,
     Floats,
     OnPolicySettings,
     Progress,
     Rollout,
     Update,
+    clipped,
+    compiling,
+    descend,
     draw_categorical,
     draw_choices,
     draw_normal,
     networks,
+    take,
     torch,
 )
 from jurybox.training.algorithms.schedules import AnySchedule, Schedule, at
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOSettings", "RefinedPPO", "advantages_of"]
 
 
+_GRADIENT = "gradient "  # before the number of one, among tensors by name
 _ROWS_AT_ONCE = 4096  # observations whose values are computed together: more pictures would take gigabytes, and seconds
 
 
@@ -89,6 +95,10 @@ class PPOSettings:
     clip_value: bool = True
     target_kl: float | None = 0.02
     hidden: tuple[int, ...] = (64, 64)
+
+
+def _directly(step: Callable[[Batch], dict[str, Tensor]], given: Batch) -> dict[str, Tensor]:
+    return step(given)
 
 
 def advantages_of(rollout: Rollout, settings: PPOSettings) -> Floats:
@@ -209,9 +219,13 @@ class PPO(Algorithm):
         self.acting = self.seeded(self.network, seed).to(self.device)
         self.generator = torch.Generator().manual_seed(seed)
         rate = at(s.learning_rate, 1.0)
-        self.optimiser = torch.optim.Adam(self.acting.parameters(), rate, betas=s.betas, eps=s.adam_eps)
+        self._live = list(self.acting.parameters())
+        self.optimiser = compiling.Adam(self._live, rate, betas=s.betas, eps=s.adam_eps)
         self.returns: tuple[float, float, int] = (0.0, 1.0, 0)
         self.gradient_steps = 0
+
+    def steps_of(self, rows: int) -> int:
+        return self.rules.n_epochs * -(-rows // self.rules.batch_size)
 
     def values(self, observation: Array) -> Floats:
         """Values float32 (n,) of rows (n, ...)."""
@@ -227,7 +241,10 @@ class PPO(Algorithm):
         """Learn from a rollout of this policy; the metrics are mean losses and diagnostics."""
         rollout, settings = batch, self.rules
         self.anneal(settings.learning_rate, progress)
-        clip_range, ent_coef = (at(each, progress.remaining) for each in (settings.clip_range, settings.ent_coef))
+        now = {
+            name: torch.tensor(at(each, progress.remaining), device=self.device)
+            for name, each in (("clip_range", settings.clip_range), ("ent_coef", settings.ent_coef))
+        }
         advantages = advantages_of(rollout, settings)
         if rollout.valid is not None and not rollout.valid.any():
             raise ValueError("no step of this rollout is valid: expected one to learn from")
@@ -253,33 +270,52 @@ class PPO(Algorithm):
             columns["mask"] = rows(rollout.mask)
         given = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
         count = len(given["action"])
-        totals: dict[str, float] = {}
-        steps, stopped = 0, False
+        of_steps: list[dict[str, Tensor]] = []
+        stopped = False
         for _ in range(settings.n_epochs):
             order = torch.randperm(count, generator=self.generator)
             for first in range(0, count, settings.batch_size):
                 self.alive()
                 chosen = order[first : first + settings.batch_size]
-                rows_now = {name: each[chosen].to(self.device) for name, each in given.items()}
-                loss, metrics = self._loss(rows_now, clip_range, ent_coef)
-                if settings.target_kl is not None and metrics["approx_kl"] > 1.5 * settings.target_kl:
-                    stopped = True
-                    break
-                self.optimiser.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_(self.acting.parameters(), settings.max_grad_norm)
-                self.optimiser.step()
-                steps += 1
-                for name, value in metrics.items():
-                    totals[name] = totals.get(name, 0.0) + value
+                rows_now = {name: each.index_select(0, chosen).to(self.device) for name, each in given.items()}
+                # Rollouts may end in batches of any size: those are not worth a graph each.
+                run = self.run if len(chosen) == settings.batch_size else _directly
+                if settings.target_kl is None:
+                    found = run(self._learn, {**rows_now, **now})
+                else:  # the divergence decides whether the step is made
+                    found = run(self._gradients, {**rows_now, **now})
+                    gradients = {name: found.pop(name) for name in list(found) if name.startswith(_GRADIENT)}
+                    stopped = float(found["approx_kl"]) > 1.5 * settings.target_kl
+                    if stopped:
+                        break
+                    run(self._descend, gradients)
+                of_steps.append(found)
             if stopped:
                 break
-        self.gradient_steps += steps
-        means = {name: value / max(steps, 1) for name, value in totals.items()}
+        self.gradient_steps += len(of_steps)
+        names = of_steps[0] if of_steps else ()
+        means = {name: float(torch.stack([each[name] for each in of_steps]).mean()) for name in names}
         return Update({**means, "explained_variance": explained})
 
-    def _loss(self, batch: Mapping[str, Tensor], clip_range: float, ent_coef: float) -> tuple[Tensor, dict[str, float]]:
-        settings = self.rules
+    def _learn(self, batch: Batch) -> dict[str, Tensor]:
+        """Make an optimiser step; returns metrics."""
+        loss, metrics = self._loss(batch)
+        descend(self.optimiser, self._live, loss, self.rules.max_grad_norm)
+        return metrics
+
+    def _gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the same metrics, and the gradients of that step."""
+        loss, metrics = self._loss(batch)
+        gradients = clipped(torch.autograd.grad(loss, self._live), self.rules.max_grad_norm)
+        return {**metrics, **{f"{_GRADIENT}{number}": each for number, each in enumerate(gradients)}}
+
+    def _descend(self, gradients: Batch) -> dict[str, Tensor]:
+        """Make the step of these gradients."""
+        take(self.optimiser, self._live, list(gradients.values()))
+        return {}
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        settings, clip_range = self.rules, batch["clip_range"]
         log_probs, entropies, values = self.acting.scores(batch["observation"], batch["action"], batch.get("mask"))
         change = log_probs - batch["log_prob"]
         ratio = change.exp()
@@ -290,19 +326,19 @@ class PPO(Algorithm):
         policy_loss = -torch.min(ratio * advantages, bounded * advantages).mean()
         errors = (values - batch["target"]).square()
         if settings.clip_value:
-            clipped = batch["value"] + (values - batch["value"]).clamp(-clip_range, clip_range)
-            errors = torch.max(errors, (clipped - batch["target"]).square())
+            clipped_values = batch["value"] + (values - batch["value"]).clamp(-clip_range, clip_range)
+            errors = torch.max(errors, (clipped_values - batch["target"]).square())
         value_loss = 0.5 * errors.mean()
         entropy = entropies.mean()
-        loss = policy_loss + settings.vf_coef * value_loss - ent_coef * entropy
+        loss = policy_loss + settings.vf_coef * value_loss - batch["ent_coef"] * entropy
         with torch.no_grad():
             metrics = {
-                "policy_loss": float(policy_loss),
-                "value_loss": float(value_loss),
-                "entropy": float(entropy),
+                "policy_loss": policy_loss.detach(),
+                "value_loss": value_loss.detach(),
+                "entropy": entropy.detach(),
                 # Schulman's estimator of the divergence: never negative, small variance.
-                "approx_kl": float((ratio - 1 - change).mean()),
-                "clip_fraction": float(((ratio - 1).abs() > clip_range).float().mean()),
+                "approx_kl": (ratio - 1 - change).mean(),
+                "clip_fraction": ((ratio - 1).abs() > clip_range).float().mean(),
             }
         return loss, metrics
 
