@@ -49,6 +49,16 @@ class World(gymnasium.Env):
             return self._observation()
         return self._observation(), {}
 
+    def episode_state(self):
+        if self.wrong == "state":
+            return {"steps": self}
+        return {"steps": self._steps, "random": self.np_random.bit_generator.state}
+
+    def restore_episode(self, state):
+        self._steps = state["steps"]
+        if self.wrong != "restores":
+            self.np_random.bit_generator.state = state["random"]
+
     def step(self, action):
         self._steps += 1
         if self.wrong == "raises" and self._steps == 3:
@@ -69,6 +79,8 @@ class World(gymnasium.Env):
     ("wrong", "kind", "said"),
     [
         ("constructor", "wrong", "no licence"),
+        ("state", "wrong", "it raised SpecMismatch: .*'steps'"),
+        ("restores", "wrong", "an episode goes on otherwise after restore_episode"),
         ("spaces", "wrong", "the action space is Text"),
         ("reset", "wrong", r"expected \(observation, info\)"),
         ("outside", "wrong", "an observation"),

@@ -14,6 +14,8 @@ from jurybox.training.environments.adapter import WithState
 from jurybox.training.environments.gymnasium_env import GymEnvs
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.trainings.gym import GymTraining, train
+from jurybox.training.trainings.marl import MarlTraining
+from jurybox.training.trainings.marl_run import train as train_marl
 
 
 class Forgets(gymnasium.Env):
@@ -90,6 +92,19 @@ def test_a_resumed_run_equals_one_without_a_stop_where_its_environments_can_be_s
     else:
         with pytest.raises(AssertionError):
             same(one, two, "resumed")
+
+
+def test_a_resumed_world_of_several_agents_goes_on_as_if_it_had_never_stopped(tmp_path) -> None:
+    small = {"algorithm": "ppo", "ppo": {"n_steps": 20, "n_epochs": 1}, "batch_size": 8, "hidden": (8,), "n_stack": 2}
+    world = {"env_args": {"turns": 15, "height": 9, "width": 9, "gems": (4, 2, 1)}, "evaluation_episodes": 1}
+    for name, parts in (("whole", (80,)), ("parts", (40, 80))):
+        for number, steps in enumerate(parts):
+            s = MarlTraining(**small, **world, steps=steps, log_dir=tmp_path / name)
+            train_marl(s, serial=True, resume=number > 0)
+    roles = roles_of(tmp_path / "whole")
+    one, two = left(tmp_path / "whole", *roles), left(tmp_path / "parts", *roles)
+    assert any("running" in each for each in one.values())
+    same(one, two, "resumed")
 
 
 def test_a_resumed_run_from_a_replay_goes_on_with_its_episodes(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -107,6 +108,11 @@ class TreasureWorld:
                 self._grow(kind, self.tiles == FLOOR)
         free = np.argwhere(self.tiles == FLOOR)
         self.places = free[self.random.choice(len(free), self.config.agents, replace=False)]
+        self._see()
+
+    def restore(self, tiles: Grid, places: npt.NDArray[np.int64], turn: int) -> None:
+        """Restore what these attributes were."""
+        self.tiles[:], self.places[:], self.turn = tiles, places, turn
         self._see()
 
     def _see(self) -> None:
@@ -248,6 +254,22 @@ class TreasureHunt(AECEnv):  # type: ignore[misc]
         self._next = 0
         self.agent_selection = self.agents[0]
         self.world.entities_act()
+
+    def episode_state(self) -> dict[str, Any]:
+        """Return what `restore_episode` needs, so that a resumed training goes on in the midst of an episode."""
+        world = self._world
+        place = {"tiles": world.tiles, "places": world.places, "turn": world.turn}
+        paid = {"rewards": self.rewards, "cumulative": self._cumulative_rewards, "next": self._next}
+        return {**place, **paid, "random": world.random.bit_generator.state}
+
+    def restore_episode(self, state: Mapping[str, Any]) -> None:
+        """Restore what `episode_state` returned, instead of `reset`."""
+        self.reset(seed=0)
+        self._world.restore(state["tiles"], state["places"], state["turn"])
+        self._world.random.bit_generator.state = state["random"]
+        self.rewards, self._cumulative_rewards = dict(state["rewards"]), dict(state["cumulative"])
+        self._next = state["next"]
+        self.agent_selection = self.agents[self._next]
 
     def observe(self, agent: str) -> Observation:
         return self._world.pov(self._numbers[agent])

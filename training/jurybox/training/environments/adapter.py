@@ -121,8 +121,19 @@ class WithState(Adapter, Protocol):
     def state(self) -> dict[str, Any] | None:
         """Return what `restore` needs, as `checkpoints.write_state` takes it; None: some environment cannot be saved.
 
-        It changes nothing. All environments have been begun, and nobody's action waits for its result.
+        It changes nothing. All environments have been begun.
         """
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, before the first step: no episode is begun then."""
+
+
+SAVES = ("episode_state", "restore_episode")
+
+
+def can_be_saved(env: object) -> bool:
+    """Return whether an environment has the methods `SAVES` itself; of a wrapped one, its outermost wrapper.
+
+    A wrapper that passes on those of what it wraps would lose its own state.
+    """
+    return all(hasattr(type(env), name) for name in SAVES)

@@ -25,7 +25,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, ResizeObservation, TimeLimit
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.environments.adapter import Moved, Result, Waiting
+from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import (
     MASK,
@@ -52,7 +52,6 @@ Array = npt.NDArray[Any]
 Environment = gymnasium.Env[Any, Any]
 
 _LONGEST_NAME = 200  # of an input, as in the protocol
-_SAVES = ("episode_state", "restore_episode")  # methods of environments that can be saved
 _LEAST_SIDE = 36  # of a picture: the least that the convolutions of Mnih et al. (2015) accept
 
 
@@ -532,11 +531,8 @@ class GymEnvs:
         return Moved((result,), len(running), np.flatnonzero(ended).tolist())
 
     def state(self) -> dict[str, Any] | None:
-        """Return the states of environments that have `episode_state` and `restore_episode`; None: one has not.
-
-        Wrappers count as parts of the environment, so the outermost one must have them.
-        """
-        if not all(hasattr(env, name) for env in self.envs for name in _SAVES):
+        """Return the states of the environments; None: one of them cannot be saved, see `can_be_saved`."""
+        if not all(map(can_be_saved, self.envs)):
             return None
         states = [_foreign(getattr(env, "episode_state")) for env in self.envs]  # noqa: B009 (Gymnasium's class has none)
         return {"envs": states, "inputs": self._inputs, "rows": self._rows, "running": self._running}

@@ -16,7 +16,7 @@ from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.environments.adapter import Moved, Result, Waiting
+from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
 from jurybox.training.environments.gymnasium_env import Actions, EnvironmentUnusable, Observations
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import MASK, AgentSpec, ContractBroken, action_mask, flag, number, short
@@ -124,6 +124,7 @@ class AgentView:
         seen: the format of the rows.
         spec: what a policy of this agent gets and chooses.
         inputs: (1, ...) by name, of what it observes now, and "action_mask", if it has a mask.
+        fresh: whether the next observation is the first of an episode.
         to_env: the environment's action for one that an algorithm chooses.
 
     Raises:
@@ -147,7 +148,7 @@ class AgentView:
                 f"{agent}: n_stack = {n_stack} makes four dimensions of the pictures of {observed}, and three are "
                 "expected: set n_stack = 1, or stack them in a wrapper of the environment"
             )
-        self._n_stack, self._fresh = n_stack, True
+        self._n_stack, self.fresh = n_stack, True
         self.seen, self.to_env = self._all.seen, actions.clipped
         self.spec = AgentSpec(self.seen.inputs, actions.spec, masked=masked)
         self.inputs = {leaf.name: np.zeros((1, *leaf.shape), leaf.dtype) for leaf in self.seen.inputs}
@@ -158,19 +159,19 @@ class AgentView:
         """Take the newest observation; a copy. Raises StrangeObservation: the space does not contain it."""
         for name, value in self._newest.inputs(observation).items():
             found = self.inputs[name]
-            if self._n_stack > 1 and not self._fresh:
+            if self._n_stack > 1 and not self.fresh:
                 found[0, :-1] = found[0, 1:]
                 found[0, -1] = value
             else:
                 found[0] = value
-        self._fresh = False
+        self.fresh = False
         if self.spec.masked:
             action = self.spec.action
             self.inputs[MASK][0] = action_mask(None, observation, action.size, action.counts, ended=ended)
 
     def forget(self) -> None:
         """The next observation is the first of an episode."""
-        self._fresh = True
+        self.fresh = True
 
     def row(self) -> Array:
         """(1, size): what it observes now, as a replay holds it; a copy."""
@@ -238,6 +239,25 @@ class World:
         if over or self._taken >= self._members:
             steps, self._taken, self._members = 1, 0, len(self.env.agents)
         return Moved(results, steps, [0] if over else [])
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the state of the environment and what its agents saw; None: it cannot be saved, see `can_be_saved`."""
+        if not can_be_saved(self.env):
+            return None
+        views = {agent: {"inputs": view.inputs, "fresh": view.fresh} for agent, view in self.views.items()}
+        turn = {"untold": sorted(self._untold), "taken": self._taken, "members": self._members}
+        return {"env": self.env.episode_state(), "views": views, **turn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.env.restore_episode(state["env"])
+        for agent, saved in state["views"].items():
+            view = self.views[agent]
+            view.fresh = saved["fresh"]
+            for name, kept in view.inputs.items():
+                kept[...] = saved["inputs"][name]
+        self._untold = set(state["untold"])
+        self._taken, self._members = state["taken"], state["members"]
 
     def close(self) -> None:
         """Close the environment."""

@@ -347,8 +347,8 @@ class _Split:
         """Return what `restore` needs to go on in the midst of the episodes; None: they cannot be saved."""
         if not isinstance(self.adapter, WithState) or (adapter := self.adapter.state()) is None:
             return None
-        returns = {agent: each.returns for agent, each in self.recorders.items()}
-        return {"adapter": adapter, "lengths": self.lengths, "returns": returns}
+        recorders = {agent: each.state() for agent, each in self.recorders.items()}
+        return {"adapter": adapter, "lengths": self.lengths, "recorders": recorders}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
@@ -356,7 +356,7 @@ class _Split:
         self.adapter.restore(state["adapter"])
         self.lengths[:] = state["lengths"]
         for agent, each in self.recorders.items():
-            each.returns[...] = state["returns"][agent]
+            each.restore(state["recorders"][agent])
 
 
 class _Recorder:
@@ -370,7 +370,7 @@ class _Recorder:
 
     Attributes:
         t: number of each environment's next row.
-        totals: returns of the episodes so far. returns: (2, n), these, and the discounted ones until now.
+        totals: returns of the episodes so far.
     """
 
     def __init__(
@@ -378,10 +378,9 @@ class _Recorder:
     ) -> None:
         self.player, self._numbers = player, numbers
         self._rows = None if replay is None else _Rows(replay, len(numbers))
-        self._discount = discount
+        self._discount, self._discounted = discount, np.zeros(len(numbers))
         self.t = np.full(len(numbers), begun, np.int64)
-        self.returns = np.zeros((2, len(numbers)))
-        self.totals, self._discounted = self.returns
+        self.totals = np.zeros(len(numbers))
         self._row: dict[str, Array] | None = None  # of an action whose result is not known yet
 
     def check_others(self) -> None:
@@ -391,6 +390,14 @@ class _Recorder:
                 f"{type(self.player.algorithm).__name__} learns from the newest policy's own steps, and a task has "
                 "named another player for its agent: leave such agents out of `recorded`"
             )
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs, beside `t`."""
+        return {"totals": self.totals, "discounted": self._discounted, "row": self._row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.totals[:], self._discounted[:], self._row = state["totals"], state["discounted"], state["row"]
 
     def begin(self, number: int, *, anchor: bool) -> None:
         """An episode begins: its rows do not follow those of the previous one."""
@@ -416,7 +423,7 @@ class _Recorder:
         if row is not None and self._rows is not None:
             row |= {"reward": result.reward.astype(np.float32), "terminated": result.terminated}
             if self._discount is not None:
-                self._discounted[:] = self._discount * self._discounted + result.reward
+                self._discounted = self._discount * self._discounted + result.reward
                 row[DISCOUNTED] = self._discounted.astype(np.float32)
             if self.player.algorithm.on_policy:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}

@@ -17,8 +17,10 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env
 
 from jurybox.processes.surroundings import kept
+from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.registry import ALGORITHMS, make
+from jurybox.training.environments.adapter import can_be_saved
 from jurybox.training.environments.gymnasium_env import (
     Actions,
     Environment,
@@ -90,7 +92,8 @@ def check(
             try:
                 _look(env, found)
                 _play(env, found, steps, seed)
-                _repeat(env, found, seed)
+                if _repeat(env, found, seed) and can_be_saved(env):
+                    _restore(env, found, seed)
                 _ask_gymnasium(env, found)
             finally:
                 env.close()
@@ -160,23 +163,54 @@ def _play(env: Environment, found: Checked, steps: int, seed: int) -> None:
         found.note(f"a reset took {slowest.seconds:.0f} s: {_SLOW_RESET}")
 
 
-def _repeat(env: Environment, found: Checked, seed: int) -> None:
-    """Begin two episodes with one seed, and compare them."""
+def _repeat(env: Environment, found: Checked, seed: int) -> bool:
+    """Begin two episodes with one seed; return whether they are the same."""
     observations = Observations(env.observation_space)
 
     def episode() -> list[Any]:
         env.action_space.seed(seed)
-        seen: list[Any] = [observations.row(begun(env.reset(seed=seed))[0])]
-        for _ in range(_AGAIN):
-            result: Stepped = stepped(env.step(env.action_space.sample()))
-            seen.append(np.append(observations.row(result.observation), result.reward))
-            if result.terminated or result.truncated:
-                break
-        return seen
+        return [observations.row(begun(env.reset(seed=seed))[0]), *_go_on(env, observations)]
 
-    first, second = episode(), episode()
-    if len(first) != len(second) or any(map(np.any, map(np.not_equal, first, second))):
+    differ = _differ(episode(), episode())
+    if differ:
         found.note("two episodes with one seed and the same actions differ: runs of it cannot be repeated exactly")
+    return not differ
+
+
+def _restore(env: Any, found: Checked, seed: int) -> None:
+    """Save an episode and go on; restore it within another one, go on with the same actions, and compare."""
+    observations = Observations(env.observation_space)
+    begun(env.reset(seed=seed))
+    result = stepped(env.step(env.action_space.sample()))
+    if result.terminated or result.truncated:
+        return
+    saved = decode_extra(encode_extra({"state": env.episode_state()}))["state"]
+
+    def went_on() -> list[Any]:
+        env.action_space.seed(seed)
+        return _go_on(env, observations)
+
+    first = went_on()
+    begun(env.reset(seed=seed + 1))
+    env.restore_episode(saved)
+    if _differ(first, went_on()):
+        what = "an episode goes on otherwise after restore_episode(episode_state())"
+        found.remarks.append(("wrong", f"{what}: does the state hold all that a step depends on, also np_random's?"))
+
+
+def _go_on(env: Environment, observations: Observations) -> list[Any]:
+    """Make some steps at random; return what came of each."""
+    seen: list[Any] = []
+    for _ in range(_AGAIN):
+        result: Stepped = stepped(env.step(env.action_space.sample()))
+        seen.append(np.append(observations.row(result.observation), result.reward))
+        if result.terminated or result.truncated:
+            break
+    return seen
+
+
+def _differ(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) != len(second) or any(map(np.any, map(np.not_equal, first, second)))
 
 
 def _ask_gymnasium(env: Environment, found: Checked) -> None:
