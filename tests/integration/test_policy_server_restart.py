@@ -12,6 +12,9 @@ from tests.serving import START, launch, wait_until
 from tests.unit.runtime.toys import plan
 
 from jurybox.protocol.weights import WeightsLayout
+from jurybox.studies.workflow.networks import INPUTS
+from jurybox.studies.workflow.policy import Defender, learner_of, policies
+from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training.runtime import serving
 from jurybox.training.runtime.plan import ChannelSpec
 from jurybox.training.runtime.role_context import Learner, RoleContext
@@ -58,7 +61,7 @@ def test_a_server_that_is_started_again_gets_the_weights_of_an_idle_learner(tmp_
             SharedResources.create(planned := plan_of(served)) as shared,
         ):
             turn = make_turn(RoleContext(planned, 1, shared, print), Rules(planned, shared.scoreboard), None)
-            actor = LeasedModel(RoleContext(planned, 0, shared, print), "policy", 1)
+            actor = LeasedModel(planned.server, "policy", 1, RoleContext(planned, 0, shared, print).alive)
 
             def learn():
                 while not over.wait(0.001):
@@ -84,6 +87,31 @@ def test_a_server_that_is_started_again_gets_the_weights_of_an_idle_learner(tmp_
                 turn.close()
         with servers[1].connect() as client:
             assert client.models() == []
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                server.stop()
+
+
+@pytest.mark.runs
+@pytest.mark.timeout(300)
+def test_a_search_goes_on_with_its_newest_weights_where_its_server_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "KEEP", 4.0)
+    allowed = {"factories": ["jurybox.training.algorithms.served_networks:*"]}
+    servers = [launch(tmp_path, {}, **allowed)]
+    try:
+        wait_until(lambda: "supervisor serving" in servers[0].text(), START)
+        settings = WorkflowTraining(envs=2, total_episodes=2, policy="served", server=servers[0].address)
+        with policies(settings, tmp_path / "server.log") as make:
+            learner = learner_of(settings.ppo)
+            learner.setup(0, "cpu")
+            served, own = Defender(learner, make(learner)), Defender(learner)
+            rows = np.random.default_rng(0).random((2, INPUTS)).astype(np.float32)
+            for restarts in (False, True):
+                if restarts:
+                    assert servers[0].stop() == 0
+                    servers.append(launch(tmp_path, {}, **allowed))
+                np.testing.assert_allclose(served.act(rows, greedy=True)[2], own.act(rows, greedy=True)[2], atol=1e-5)
     finally:
         for server in servers:
             if server.process.poll() is None:

@@ -43,7 +43,7 @@ def asking(monkeypatch):
                     raise found
                 return Reply(found)
 
-        leased = LeasedModel(context, "policy", 1)
+        leased = LeasedModel(context.plan.server, "policy", 1, context.alive)
         monkeypatch.setattr(leased, "_open", Model)
         return leased.infer(np.zeros((1, 3)), fresh).version, context.now
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import typer
-from tests.unit.algorithms.acting import refined
 from tests.unit.runtime.toys import plan
 from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
 from typer.testing import CliRunner
@@ -18,11 +15,8 @@ from jurybox.client import Refused, ServerGone
 from jurybox.studies.hockey.settings import HockeyTraining
 from jurybox.studies.photo import train as photo_run
 from jurybox.studies.photo.evaluation import evaluate_policy
-from jurybox.studies.workflow import policy as workflow_policy
-from jurybox.studies.workflow.policy import Defender, ServedNetwork, WeightsNotAdopted
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training import interrupts
-from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.cli import train as commands
 from jurybox.training.policy_commands import policy
@@ -172,27 +166,6 @@ def test_an_unknown_setting_is_named_with_its_line_and_what_may_have_been_meant(
     with pytest.raises(ConfigError) as caught:
         HockeyTraining.read(file, changes_of(["batch_sise=4", "league.poool=1"], {}))
     assert str(file) not in str(caught.value), "the command line overrides the file"
-
-
-class Stubborn:
-    """A model that never adopts published weights."""
-
-    def __init__(self):
-        self.asked = 0
-
-    def submit(self, observations):
-        self.asked += 1
-        return SimpleNamespace(result=lambda timeout: SimpleNamespace(version=0, outputs={}))
-
-
-def test_a_server_that_never_adopts_weights_is_given_up(monkeypatch):
-    model = Stubborn()
-    learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2, masked=True)
-    publisher = SimpleNamespace(publish=lambda state: 1)
-    policy = Defender(learner, ServedNetwork(learner, model, publisher, adopted=0.2))
-    with pytest.raises(WeightsNotAdopted, match="has not adopted version 1 .* within 0.2 s"):
-        policy.act(np.zeros((1, 4), np.float32))
-    assert 2 < model.asked <= 0.2 / workflow_policy._PAUSE + 2, "it pauses in between"
 
 
 def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(tmp_path, monkeypatch):

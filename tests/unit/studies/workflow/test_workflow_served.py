@@ -10,51 +10,76 @@ import torch
 from tests.unit.algorithms.acting import refined
 
 from jurybox.client import Timeout
-from jurybox.studies.workflow.policy import Defender, OwnNetwork, ServedNetwork
+from jurybox.studies.workflow import policy as workflow_policy
+from jurybox.studies.workflow.policy import MODEL, Defender, OwnNetwork, ServedNetwork, ServedWeights, WeightsNotAdopted
 from jurybox.training.algorithms.networks import ActorCritic, Features
 from jurybox.training.algorithms.ppo import PPOSettings
+from jurybox.training.runtime import serving
+from jurybox.training.runtime.plan import PolicyServer
 
 ROWS = np.zeros((3, 4), np.float32)
 
 
 class Answers:
-    """A model that answers with these versions, one after the other; None is a time-out before the answer."""
+    """A model that answers with these versions, one after the other, the last for ever; None: a time-out before it."""
 
     def __init__(self, *versions):
-        self.versions = list(versions)
+        self.versions, self.asked = list(versions), 0
 
-    def submit(self, observation):
+    def submit(self, observation, timeout, version):
         assert observation["action_mask"].all(), "without a mask all actions may be chosen"
-        return self
+        return SimpleNamespace(result=lambda timeout: self.infer_reply(observation, timeout, version))
 
-    def result(self, timeout):
-        version = self.versions.pop(0)
+    def infer_reply(self, observation, timeout, version):
+        self.asked += 1
+        version = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
         if version is None:
             raise Timeout("not within the time-out")
         logits = np.full((3, 2), version, np.float32)
         return SimpleNamespace(version=version, outputs={"logits": logits, "value": logits[:, 0]})
 
 
-def policy(model):
+def policy(model, adopted=30.0):
+    """A defender whose network is computed by that model; what it publishes first is version 7."""
+    weights = ServedWeights(PolicyServer("ipc:///nowhere", {MODEL: "policy-1"}, timeout=0.2), 3)
+    weights.version = 6
+    weights.model._open = lambda: model
+    weights._channel.publish = lambda state, version: None
     learner = refined(PPOSettings(hidden=(4,)), inputs=4, actions=2, masked=True)
-    return Defender(learner, ServedNetwork(learner, model, SimpleNamespace(publish=lambda state: 7)))
+    return Defender(learner, ServedNetwork(learner, weights, adopted))
 
 
 def test_every_answer_has_to_be_of_the_published_weights() -> None:
     """A server with several engines may answer with the new weights first, and then, by another, with older ones."""
     model = Answers(6, 7, 6, 6, 7, 8)
     acts = policy(model)
-    assert [acts.act(ROWS)[2][0] for _ in range(3)] == [7, 7, 8] and not model.versions
+    assert [acts.act(ROWS)[2][0] for _ in range(3)] == [7, 7, 8] and model.asked == 6
 
 
 def test_an_answer_may_come_after_a_pause_of_all_processes() -> None:
-    model = Answers(None, 7)
-    assert policy(model).act(ROWS)[2][0] == 7
+    assert policy(Answers(None, 7)).act(ROWS)[2][0] == 7
 
 
 def test_a_server_that_does_not_answer_at_all_is_given_up() -> None:
     with pytest.raises(Timeout):
-        policy(Answers(None, None)).act(ROWS)
+        policy(Answers(None)).act(ROWS)
+
+
+def test_a_server_that_never_adopts_weights_is_given_up() -> None:
+    model = Answers(6)
+    with pytest.raises(WeightsNotAdopted, match="has not adopted version 7 .* answers are of version 6"):
+        policy(model, adopted=0.2).act(ROWS)
+    assert 2 < model.asked <= 0.2 / serving._POLL_SECONDS + 3, "it pauses in between"
+
+
+def test_who_connects_again_publishes_again(monkeypatch) -> None:
+    weights, published = ServedWeights(PolicyServer("ipc:///nowhere", {MODEL: "policy-1"}), 3), []
+    monkeypatch.setattr(workflow_policy, "connect", lambda address, timeout: address)
+    weights._channel.publish = lambda state, version: published.append((state, version))
+    assert weights._reach() == "ipc:///nowhere" and not published, "there is nothing to publish yet"
+    weights.publish({"w": 1})
+    weights._reach()
+    assert published == [({"w": 1}, 1)] * 2
 
 
 def test_the_network_of_this_process_computes_on_its_device() -> None:

@@ -124,10 +124,10 @@ class ServedPolicies(ServedPolicy):
     ) -> None:
         def leased(name: str | None) -> LeasedModel:
             if engine is None:
-                return LeasedModel(context, channel, rows, name=name)
+                return LeasedModel(context.plan.server, channel, rows, context.alive, name=name)
             registry = context.folder(REGISTRY)
             reaching = partial(reach, engine, lambda: find(registry, engine), _FOUND, context.alive)
-            return LeasedModel(context, channel, rows, name=name, reach=reaching, timeout=_FOUND)
+            return LeasedModel(None, channel, rows, context.alive, name=name, reach=reaching, timeout=_FOUND)
 
         name = None if engine is None else MODEL
         past = past if engine is None else POOL_MODEL

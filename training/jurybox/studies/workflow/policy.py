@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jurybox.client import Model, Publisher, Reply, Timeout, connect
-from jurybox.client.remote.weights import RemotePublisher
+from jurybox.client import Server, connect
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
 from jurybox.studies.workflow.networks import INPUTS
 from jurybox.studies.workflow.settings import WorkflowTraining
@@ -21,8 +21,9 @@ from jurybox.training import interrupts
 from jurybox.training.algorithms.base import Arrays, Progress
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
 from jurybox.training.roles.policy_client import NEWEST, PolicyClient
-from jurybox.training.runtime.plan import RunError
-from jurybox.training.runtime.serving import served_models
+from jurybox.training.roles.served_policy import named
+from jurybox.training.runtime.plan import PolicyServer, RunError
+from jurybox.training.runtime.serving import LeasedModel, ServedChannel, served_models
 from jurybox.training.spaces import ALONE, MASK, ActionSpec, AgentSpec, Leaf
 
 MODEL = "policy/workflow"
@@ -30,8 +31,6 @@ FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"
 SPEC = AgentSpec((Leaf(ALONE, (INPUTS,), "float32"),), ActionSpec(True, N_ACTIONS), masked=True)
 
 _ADOPTED = 30.0  # seconds to wait for published weights: an engine that restarts meanwhile has to import torch
-_ANSWER = 30.0  # seconds to wait for an answer
-_PAUSE = 0.002  # seconds between two requests while the weights are too old
 _CONNECT = 30.0  # time-out of the connection, seconds
 _ANY = Progress(0, 1)  # PPO draws from its own distribution, at any time
 
@@ -116,6 +115,35 @@ class WeightsNotAdopted(RunError):
     """The policy server does not use the published weights."""
 
 
+class ServedWeights:
+    """The model on a server, with the weights that were published last; also where the server was started again.
+
+    Args:
+        rows: observations at once.
+    """
+
+    def __init__(self, server: PolicyServer, rows: int) -> None:
+        self.version, self._address, self._weights = 0, server.address, dict[str, torch.Tensor]()
+        self._channel = ServedChannel(server, MODEL, interrupts.check)
+        self.model = LeasedModel(server, MODEL, rows, interrupts.check, reach=self._reach)
+
+    def publish(self, weights: dict[str, torch.Tensor]) -> None:
+        """Publish other weights."""
+        self.version, self._weights = self.version + 1, weights
+        self._channel.publish(weights, self.version)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.model.close()
+        self._channel.close()
+
+    def _reach(self) -> Server:
+        if self.version:  # it connects again: perhaps to a server that has them no more
+            self._channel.close()
+            self._channel.publish(self._weights, self.version)
+        return connect(self._address, timeout=_CONNECT)
+
+
 class ServedNetwork(PolicyClient):
     """The network that a learner learns, computed by a server.
 
@@ -124,61 +152,49 @@ class ServedNetwork(PolicyClient):
     may have several engines, each of which adopts weights at its own time.
 
     Args:
-        adopted: seconds within which the server has to adopt a publication.
+        adopted: seconds from an answer on within which the server has to adopt a publication.
 
     Raises:
         WeightsNotAdopted: raised with the outputs if the server has not adopted the weights in this time.
     """
 
-    def __init__(
-        self, learner: PPO, model: Model, publisher: Publisher | RemotePublisher, adopted: float = _ADOPTED
-    ) -> None:
-        self._learner, self._model, self._publisher = learner, model, publisher
-        self._timeout = adopted
-        self._published: tuple[int, int] | None = None  # gradient steps, version
+    def __init__(self, learner: PPO, weights: ServedWeights, adopted: float = _ADOPTED) -> None:
+        self._learner, self._weights, self._timeout = learner, weights, adopted
+        self._steps: int | None = None  # gradient steps of what was published
 
     @property
     def version(self) -> int:
-        return 0 if self._published is None else self._published[1]
+        return self._weights.version
 
     @property
     def updates(self) -> int:
-        return 0 if self._published is None else self._published[0]
+        return self._steps or 0
 
     @property
     def extra(self) -> Mapping[str, Any]:
         return {}
 
     def submit(self, observation: Arrays, who: str = NEWEST, split: int = 0) -> Callable[[], Arrays]:
-        steps = self._learner.gradient_steps
-        if self._published is None or self._published[0] != steps:
-            self._published = steps, self._publisher.publish(self._learner.acting.state_dict())
-        version, until = self._published[1], time.monotonic() + self._timeout
+        if self._steps != self._learner.gradient_steps:
+            self._steps = self._learner.gradient_steps
+            self._weights.publish(self._learner.acting.state_dict())
+        wanted, until = self._weights.version, math.inf
 
-        def outputs() -> Arrays:
-            while True:
-                reply = self._asked(observation)
-                if reply.version >= version:
-                    found: Arrays = reply.outputs
-                    return found
-                interrupts.check()
-                if time.monotonic() > until:
-                    raise WeightsNotAdopted(
-                        f"the policy server has not adopted version {version} of {MODEL} within {self._timeout:g} s; "
-                        f"its answers are of version {reply.version}. Its log (server.log) says why; go on from the "
-                        "newest checkpoint with --resume, or with --policy local"
-                    )
-                time.sleep(_PAUSE)
+        def fresh(version: int) -> bool:
+            nonlocal until
+            if version >= wanted:
+                return True
+            until = min(until, time.monotonic() + self._timeout)  # its time begins with the answer
+            if time.monotonic() > until:
+                raise WeightsNotAdopted(
+                    f"the policy server has not adopted version {wanted} of {MODEL} within {self._timeout:g} s; "
+                    f"its answers are of version {version}. Its log (server.log) says why; go on from the newest "
+                    "checkpoint with --resume, or with --policy local"
+                )
+            return False
 
-        return outputs
-
-    def _asked(self, observation: Arrays) -> Reply:
-        ticket = self._model.submit(observation)
-        try:
-            return ticket.result(timeout=_ANSWER)
-        except Timeout:
-            # All processes may have been stopped meanwhile, as by `docker pause`: then the answer comes now.
-            return ticket.result(timeout=_ANSWER)
+        waiting = self._weights.model.submit(observation, fresh)
+        return lambda: named(waiting(), self._weights.model)
 
 
 @contextmanager
@@ -192,10 +208,7 @@ def policies(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], 
         return
     arguments = network_of(settings.ppo.hidden)
     made = {MODEL: {"factory": FACTORY, "args": arguments, "publish": "double_buffer", "max_batch": settings.envs}}
-    with (
-        served_models(made, settings.server, log, http=settings.server_http) as served,
-        connect(served.address, timeout=_CONNECT) as connection,
-        connection.publisher(served.names[MODEL]) as publisher,
-    ):
-        model = connection.model(served.names[MODEL], rows=settings.envs)
-        yield lambda learner: ServedNetwork(learner, model, publisher)
+    with served_models(made, settings.server, log, http=settings.server_http) as served, ExitStack() as held:
+        weights = ServedWeights(served.feed({MODEL: MODEL}), settings.envs)
+        held.callback(weights.close)
+        yield lambda learner: ServedNetwork(learner, weights)

@@ -44,7 +44,7 @@ class ServedPolicy(PolicyClient):
         splits: int = 1,
         models: Sequence[LeasedModel] | None = None,
     ) -> None:
-        self._models = models or [LeasedModel(context, channel, rows) for _ in range(splits)]
+        self._models = models or [LeasedModel(context.plan.server, channel, rows, context.alive) for _ in range(splits)]
         self._max_lag, self._words = max_lag, context.words
         self._published = _Publications(context, channel)
         self._version = 0

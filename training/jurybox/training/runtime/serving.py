@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from jurybox.client import Publisher
     from jurybox.client.remote.weights import RemotePublisher
     from jurybox.protocol.weights.reader import WeightsReader
-    from jurybox.training.runtime.role_context import RoleContext
 
 _log = logging.getLogger("jurybox.training")
 
@@ -284,14 +283,16 @@ class ServedChannel:
 
 
 class LeasedModel:
-    """A model of the plan's server, for a role that asks it for actions. It connects again where the server goes away.
+    """A model of a server that is asked for actions. It connects again where the server goes away.
 
     Args:
+        server: a plan's; None: `reach` finds it.
         channel: whose publications the model gets.
         rows: that are in flight at once.
-        name: the model's; None: that of the channel on the plan's server.
-        reach: connects to its server; None: to the plan's.
-        timeout: see below; None: the plan's.
+        alive: called between two tries.
+        name: the model's; None: that of the channel on the server.
+        reach: connects to its server; None: to the address of `server`.
+        timeout: see below; None: that of `server`.
 
     Attributes:
         timeout: seconds for which a server that went away is waited for.
@@ -299,21 +300,22 @@ class LeasedModel:
 
     def __init__(
         self,
-        context: RoleContext,
+        server: PolicyServer | None,
         channel: str,
         rows: int,
+        alive: Callable[[], None],
         *,
         name: str | None = None,
         reach: Callable[[], Server] | None = None,
         timeout: float | None = None,
     ) -> None:
-        server, self._context, self._channel, self._rows = context.plan.server, context, channel, rows
+        self._channel, self._rows, self._alive = channel, rows, alive
         self._where = f" at {server.address}" if server is not None and reach is None else ""
         if server is not None:
             reach = reach or partial(connect, server.address)
             name = name or server.models[channel]
             timeout = server.timeout if timeout is None else timeout
-        assert reach is not None and name is not None and timeout is not None, "the plan has no server"
+        assert reach is not None and name is not None and timeout is not None, "there is no server"
         self._reach, self._name, self.timeout = reach, name, timeout
         self._resources = ExitStack()
         self._model: Model | None = None
@@ -387,7 +389,7 @@ class LeasedModel:
                         f"was loaded with for {max(self.timeout, _ADOPTED):g} s: expected publications of "
                         f"{self._channel!r}; the logs of its learner and of the server say why there are none"
                     )
-            self._context.alive()
+            self._alive()
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
