@@ -12,6 +12,7 @@ networks, 100 steps, an update after each episode of all. A workflow that is giv
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 from collections.abc import Sequence
 
@@ -101,14 +102,14 @@ def main() -> None:
         picked = np.random.default_rng(seed).choice(len(ORDERS), options.orders, replace=False)
         orders = [ORDERS[each] for each in picked]
         chain, knows = Trains(settings, seed, 0), mixed(settings, seed, orders, options.updates)
-        before = knows.learner.state()
+        before = copy.deepcopy(knows.learner.state_dict())
         for index, order in enumerate(orders):
             inherited = chain.to_the_gate(order, options.wanted)
             alone = inherited
             if index > 0:
                 alone = Trains(settings, 100 * seed + index, 10 + index).to_the_gate(order, options.wanted)
                 found["inherited"].append(inherited[0])
-            knows.learner.restore(before)
+            knows.learner.load_state_dict(before)
             after = knows.to_the_gate(order, options.wanted)
             found["from scratch"].append(alone[0])
             found["from the mixed training"].append(after[0])
