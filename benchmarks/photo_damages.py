@@ -1,8 +1,9 @@
-"""`python -m benchmarks.photo_damages [--run RUN | --start FILE] [--photos DIR]`: a photo policy, damage by damage.
+"""`python -m benchmarks.photo_damages [--run RUN | --start FILE | --juror] [--photos DIR]`: a policy, damage by damage.
 
 The policy that ships, a start policy or that of a run edits held-out photographs with one fault at a time, the same
 crops for every fault. Nothing but the crops is random, so two policies are compared picture by picture. docs/photo.md
-has the table. With --photos the held-out quarter of a folder is edited instead of the photographs that ship.
+has the table. With --photos the held-out quarter of a folder is edited instead of the photographs that ship. With
+--juror no policy edits: it prints what the juror gives for mending each cast wholly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from benchmarks.photo_ranking import photographs
 from jurybox.studies.photo.environment import PhotoConfig, PhotoEdit, PhotoLibrary, ServerScorer, observation
 from jurybox.studies.photo.environment.audit import measure, registered
-from jurybox.studies.photo.environment.edits import TOOLS
+from jurybox.studies.photo.environment.edits import TOOLS, Edits
 from jurybox.studies.photo.environment.photo_edit import make_scorer
 from jurybox.studies.photo.learning import PhotoTraining
 from jurybox.studies.photo.network import PhotoMoves
@@ -54,6 +55,10 @@ DAMAGES: Mapping[str, Mapping[str, float]] = {
 HEAD = (
     "| damage | PSNR better | PSNR, dB | CIEDE2000 lower | CIEDE2000 | turned, degrees | turned by more than 2° |\n"
     "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+JUROR_HEAD = (
+    "| damage | score, photo | score, damaged | photo above | mended pays | its gain after the price |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: |"
 )
 
 
@@ -114,11 +119,37 @@ def row(name: str, rows: Sequence[tuple[float, ...]], damage: Mapping[str, float
     return f"| {' | '.join(cells)} |".replace("%", " %")
 
 
+def judged(environment: PhotoEdit, crops: int, damage: Mapping[str, float]) -> npt.NDArray[np.float64]:
+    """Score a cast, float64 (pictures, 3): the photo's, the damaged one's, and the gain of the opposite cast.
+
+    The gain is the sum of an episode's rewards, in units of the score: the increase, less the price of that edit.
+    """
+    mending = Edits(**{name: -value for name, value in damage.items()})
+    found = []
+    for crop in range(crops):
+        for number, photo in enumerate(environment.photos):
+            seed = 4_000_000 + 1000 * number + crop
+            scores = [
+                environment.reset(seed=seed, options={"photo": photo, "degradation": each})[1]["score"]
+                for each in ({}, damage)
+            ]
+            found.append((*scores, environment.worth(environment.picture(), mending) - scores[1]))
+    return np.array(found)
+
+
+def judged_row(name: str, found: npt.NDArray[np.float64]) -> str:
+    """A row of the juror's table."""
+    photo, damaged, gain = found.T
+    cells = [name, f"{photo.mean():.3f}", f"{damaged.mean():.3f}", f"{(photo > damaged).mean():.0%}"]
+    return f"| {' | '.join([*cells, f'{(gain > 0).mean():.0%}', f'{gain.mean():+.3f}'])} |".replace("%", " %")
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.photo_damages", description=__doc__)
     parser.add_argument("--run", type=Path, help="folder of a photo training, whose policy is used")
     parser.add_argument("--start", type=Path, default=SHIPPED, help="a file of jurybox.studies.photo.start")
+    parser.add_argument("--juror", action="store_true", help="what the juror gives for mending casts, without a policy")
     parser.add_argument("--photos", type=Path, help="folder of photographs; its held-out quarter is edited")
     parser.add_argument("--crops", type=int, default=2, help="pictures of each photograph and damage")
     given = parser.parse_args()
@@ -126,11 +157,17 @@ def main() -> None:
     library = PhotoLibrary.shipped() if given.photos is None else photographs(given.photos)
     scorer = make_scorer(PhotoConfig(scorer="local", juror=str(DEMO_ENVIRONMENT["juror"])))
     assert not isinstance(scorer, ServerScorer)
-    act = start_policy(given.start) if given.run is None else run_policy(given.run)
-    environment = PhotoEdit(scorer, library=library, split="held_out")
-    print(f"{len(environment.photos)} photographs, {given.crops} crops of each\n\n{HEAD}", flush=True)
-    for name, damage in DAMAGES.items():
-        print(row(name, edited(environment, act, given.crops, damage), damage), flush=True)
+    environment = PhotoEdit(scorer, library=library, split="held_out", price=float(DEMO_ENVIRONMENT["price"]))
+    head = JUROR_HEAD if given.juror else HEAD
+    print(f"{len(environment.photos)} photographs, {given.crops} crops of each\n\n{head}", flush=True)
+    if given.juror:
+        for name, damage in DAMAGES.items():
+            if damage and not damage.keys() - {"temperature", "tint"}:
+                print(judged_row(name, judged(environment, given.crops, damage)), flush=True)
+    else:
+        act = start_policy(given.start) if given.run is None else run_policy(given.run)
+        for name, damage in DAMAGES.items():
+            print(row(name, edited(environment, act, given.crops, damage), damage), flush=True)
     environment.close()
 
 
