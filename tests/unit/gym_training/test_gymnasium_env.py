@@ -175,6 +175,35 @@ def test_actions_of_other_spaces_are_refused(space) -> None:
         Actions(space)
 
 
+KINDS = {
+    "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[5, -1]),
+    "Discrete": spaces.Discrete(3),
+    "Discrete that begins elsewhere": spaces.Discrete(3, start=-1),
+    "MultiBinary": spaces.MultiBinary(3),
+    "Box": spaces.Box(-1, 1, (2,)),
+    "parts": spaces.Dict(a=spaces.Discrete(3, start=2), b=spaces.Tuple([spaces.MultiDiscrete([2, 5])])),
+}
+
+
+@pytest.mark.parametrize("space", KINDS.values(), ids=KINDS)
+def test_a_stack_is_seen_as_its_observations_one_after_the_other(space) -> None:
+    env = make_environment(f"{__name__}:factory", {"observation": space}, n_stack=3)
+    one, stack = Observations(space), Observations(env.observation_space)
+    assert stack.seen.numbers == 3 * one.seen.numbers
+    assert [(each.kind, each.binary, each.dtype) for each in stack.seen.inputs] == [
+        (each.kind, each.binary, each.dtype) for each in one.seen.inputs
+    ]
+    env.reset(seed=0)
+    for _ in range(3):
+        found = env.step(0)[0]
+        assert found in env.observation_space
+    again = make_environment(f"{__name__}:factory", {"observation": space})
+    again.reset(seed=0)
+    singles = [one.inputs(again.step(0)[0]) for _ in range(3)]
+    for name, value in stack.inputs(found).items():
+        np.testing.assert_array_equal(value, np.stack([each[name] for each in singles]))
+
+
 def test_observations_are_stacked_and_pictures_made_gray_and_small_by_gymnasiums_wrappers() -> None:
     colours = spaces.Box(0, 255, (60, 80, 3), np.uint8)
     env = make_environment(f"{__name__}:factory", {"observation": colours}, grayscale=True, resize=(36, 40), n_stack=3)

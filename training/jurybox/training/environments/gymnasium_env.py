@@ -22,6 +22,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, ResizeObservation, TimeLimit
 
 from jurybox.protocol.errors import missing_name
@@ -46,6 +47,7 @@ __all__ = [
     "StrangeObservation",
     "make_environment",
     "played_environment",
+    "stacked_space",
 ]
 
 Array = npt.NDArray[Any]
@@ -151,7 +153,9 @@ def _preprocessed(env: Environment, grayscale: bool, resize: Sequence[int] | Non
             f"grayscale and resize are for pictures of uint8 (height, width, 3), and observations are {space}: {error}"
         ) from error
     if n_stack > 1:
+        one = env.observation_space
         env = FrameStackObservation(env, n_stack)
+        env.observation_space = stacked_space(one, n_stack)
         leaves: list[tuple[tuple[Any, ...], Leaf]] = []
         _collect(env.observation_space, (), leaves)
         if any(len(leaf.shape) > 3 for _, leaf in leaves):
@@ -160,6 +164,18 @@ def _preprocessed(env: Environment, grayscale: bool, resize: Sequence[int] | Non
                 "grayscale = true, or stack them in a wrapper of the environment"
             )
     return env
+
+
+def stacked_space(space: spaces.Space[Any], n: int) -> spaces.Space[Any]:
+    """Return the space of n observations at once, (n, ...); what is a category in one observation is one in all."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: stacked_space(part, n) for name, part in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([stacked_space(part, n) for part in space.spaces])
+    if isinstance(space, spaces.MultiDiscrete):  # of which Gymnasium makes numbers
+        nvec, start = (np.stack([each] * n) for each in (space.nvec, space.start))
+        return spaces.MultiDiscrete(nvec, dtype=space.dtype, start=start)
+    return batch_space(space, n)
 
 
 def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> Environment:

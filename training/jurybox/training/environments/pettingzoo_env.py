@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
 from jurybox.protocol.errors import missing_name
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
-from jurybox.training.environments.gymnasium_env import Actions, EnvironmentUnusable, Observations
+from jurybox.training.environments.gymnasium_env import Actions, EnvironmentUnusable, Observations, stacked_space
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import MASK, AgentSpec, ContractBroken, action_mask, flag, number, short
 
@@ -97,18 +96,6 @@ class _TruncateMissing(BaseParallelWrapper[Any, Any, Any]):  # type: ignore[misc
         return observations, infos
 
 
-def _stacked(space: spaces.Space[Any], n: int) -> spaces.Space[Any]:
-    """The space of n observations at once."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _stacked(part, n) for name, part in space.spaces.items()})
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([_stacked(part, n) for part in space.spaces])
-    if isinstance(space, spaces.MultiDiscrete):  # of which Gymnasium makes numbers
-        nvec, start = (np.stack([each] * n) for each in (space.nvec, space.start))
-        return spaces.MultiDiscrete(nvec, dtype=space.dtype, start=start)
-    return batch_space(space, n)
-
-
 class AgentView:
     """What one agent observes, as inputs of a policy and as the row of a replay, and what it does.
 
@@ -139,7 +126,7 @@ class AgentView:
         try:
             actions = Actions(does)
             self._newest = Observations(observed, agent)
-            stacked = observed if n_stack == 1 else _stacked(observed, n_stack)
+            stacked = observed if n_stack == 1 else stacked_space(observed, n_stack)
             self._all = Observations(stacked, agent)
         except EnvironmentUnusable as error:
             raise EnvironmentUnusable(f"{agent}: {error}") from error
