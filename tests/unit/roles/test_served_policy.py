@@ -20,8 +20,9 @@ class Channel:
 
     def __init__(self, monkeypatch, answers):
         self.newest, self.answers, self.asked, self.followed = 0, iter(answers), [], None
-        monkeypatch.setattr(served_policy, "LeasedModel", lambda context, channel, rows: self)
+        monkeypatch.setattr(served_policy, "LeasedModel", lambda server, channel, rows, alive: self)
         self.timeout, self.outputs, self.words = 0.0, ["values"], Counter()
+        self.plan, self.alive = SimpleNamespace(server=None), lambda: None
 
     # Of the context, and of its reader.
     def reader(self, name):

@@ -95,6 +95,24 @@ def test_a_costly_ticket_waits_for_all_prompt_clients_and_for_half_its_fixed_cos
     assert made.wait(1) == 0
 
 
+def test_of_batches_of_one_size_the_cost_counts_as_fixed_until_one_of_all_shows_it():
+    clock = Clock()
+    made = QuickHalf(2, clock)
+    clients = connections(6)
+    for _ in range(100):
+        made.took(3, 0.009)
+    ask_again(made, clock, clients, 0.002)
+    one_of_them_asks(made, clients)
+    assert made.wait(1) > 0, "two halves in turn would never show it"
+    for _ in range(200):
+        made.took(3, 0.009)
+        made.took(6, 0.018)
+    clock.now += 1
+    ask_again(made, clock, clients, 0.0005)
+    one_of_them_asks(made, clients)
+    assert made.wait(1) == 0, "all of it is for its rows"
+
+
 @pytest.mark.parametrize(("after", "expected"), [(0.0005, 0.002), (0.002, 0.004), (0.008, 0.005)])
 def test_a_wait_takes_twice_as_long_as_clients_do_within_limits(after, expected):
     made, clock = tracker()

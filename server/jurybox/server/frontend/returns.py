@@ -174,14 +174,19 @@ class QuickHalf(Returns):
             self._took += _SMOOTHING * (seconds - self._took)
 
     @property
+    def _fixed(self) -> float:
+        """The fixed cost of a batch in ns. Batches of one size do not show it: all counts, until one waits for all."""
+        return self._cost.fixed if self._cost.row is not None else self._took * 1e9
+
+    @property
     def _costly(self) -> bool:
         """Whether a batch's fixed cost is worth waiting for all."""
-        return self._cost.fixed >= LARGE_NS
+        return self._fixed >= LARGE_NS
 
     @property
     def _prompt(self) -> float:
         """The seconds within which a client returns for which a costly batch waits."""
-        return _PROMPT * self._cost.fixed / 1e9
+        return _PROMPT * self._fixed / 1e9
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
