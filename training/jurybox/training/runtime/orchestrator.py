@@ -104,6 +104,7 @@ class Orchestrator:
                 child.kill()
                 child.finish(1.0)
             self._launcher.end()
+            self._checkpoints.sweep()  # a role may have written on to one that another's full disk had ended
         self._metrics.row_if_due(last=True)
         return reason
 
