@@ -91,7 +91,7 @@ class AlgorithmLearner(Learner):
         curriculum: Mapping[str, Any] | None = None,
         results: str = "results",
         normalize_rewards: bool = False,
-        compile: Literal["auto", "always", "never"] = "auto",
+        compile: Literal["auto", "always", "never"] = "never",
     ) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)

@@ -104,7 +104,7 @@ class GymTraining(ServedSettings):
     envs: int = Field(1, ge=1, description="Number of environments, over all workers.")
     device: str = Field("cpu", description="Device of the learner.")
     compile: Literal["auto", "always", "never"] = Field(
-        "auto",
+        "never",
         description="Compile the learner's updates to C++, on the CPU and without pictures; auto: in runs of 5,000 "
         "optimiser steps or more.",
     )
