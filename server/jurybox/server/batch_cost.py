@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-# All clients that return promptly are waited for, where a batch's fixed cost is at least so much (a smaller one is of
-# the order of a context switch): those that return within this share of it.
+# The least fixed cost of a batch, in ns, for which all clients that return promptly are waited for: a smaller one is of
+# the order of a context switch.
 LARGE_NS = 1_000_000
-PROMPT = 0.25
 
 _KEEP = 0.995  # what is left of past batches' weight with each batch
 _SPREAD = 0.02  # the smallest variance of the number of rows over its squared mean for a fit

@@ -18,7 +18,8 @@ needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(c
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def one_thread(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not the user's
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -480,4 +480,5 @@ def _halves(tickets: NDArray[Any]) -> list[NDArray[Any]]:
 # quarter of the fixed cost longer, and mostly has one batch instead of two.
 
 
-QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches; prompt: batch_cost.py
+QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches
+PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost, if that is LARGE_NS or more

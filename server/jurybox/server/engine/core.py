@@ -13,8 +13,8 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, NORMAL, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.batch_cost import LARGE_NS, PROMPT
-from jurybox.server.engine.batches import QUICK, Batches, ModelCounters, Slot, cell
+from jurybox.server.batch_cost import LARGE_NS
+from jurybox.server.engine.batches import PROMPT, QUICK, Batches, ModelCounters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.queues import Queue
@@ -92,7 +92,6 @@ class Engine:
         self._counters: dict[int, ModelCounters] = {}
         self._batches = batches(self._answer, self._tracker, clock, report, interruptible=interruptible)
         self._recovery = self._batches.recovery
-        self._failed = self._recovery.parts
         self._limits = np.zeros(MAX_MODELS, np.uint32)
         self._arenas = np.zeros(MAX_MODELS, np.uint32)
         self._admission = native.Admission(scoreboard.lanes, self._limits, self._arenas)
@@ -320,7 +319,7 @@ class Engine:
         if LOADS.running and LOADS.hold():
             return True
         self._last, queue = slot, slot.queue
-        recovers = bool(self._failed) and slot in self._failed
+        recovers = slot in self._recovery.parts
         if self._tracker.away and self._pause is not None and not self._batches.under_way and not recovers:
             if self._tracker.prompt:
                 self._wait_for_all(slot, now)
@@ -361,7 +360,7 @@ class Engine:
     def _wait_for_all(self, slot: Slot, began: int) -> None:
         """Wait for the prompt clients, all of them, for as long as they took the last time (see batches.py)."""
         assert self._pause is not None
-        queue, tracker, until = slot.queue, self._tracker, began + int(slot.cost.fixed * PROMPT)
+        queue, tracker, until = slot.queue, self._tracker, began + self._prompt_ns()
         while tracker.prompt and queue.rows < queue.max_batch:
             left = until - self._clock()
             if left <= 0:
@@ -370,9 +369,18 @@ class Engine:
             self._pause(left / 1e9, tracker.prompt)
             self._take_in(self._clock())
 
+    def _prompt_ns(self) -> int:
+        """Return the time within which a client that returns is waited for; 0: none is, only up to half of the crowd.
+
+        Not with several models: the clients of one of them fill no batch of another.
+        """
+        if self._only is None or (fixed := self._only.cost.fixed) < LARGE_NS:
+            return 0
+        return int(fixed * PROMPT)
+
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
-        if self._failed:
+        if self._recovery.parts:
             return 0
         due = None
         for slot in self._queues:
@@ -401,18 +409,12 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
+            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), self._prompt_ns())
             accepted += len(tickets)
-            # All clients are waited for only with one model: those of another one would fill no batch of it.
-            only, prompt = self._only, 0
-            if only is not None and only.cost.fixed >= LARGE_NS:
-                prompt = int(only.cost.fixed * PROMPT)
-            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), prompt)
-            if only is not None and only.cache is None:
-                queue = only.queue
-                if pinned:
-                    queue.pinned = True
-                if ranked:
-                    queue.ranked = True
+            if self._only is not None and self._only.cache is None:
+                queue = self._only.queue
+                queue.pinned |= pinned
+                queue.ranked |= ranked
                 queue.push(tickets, rows)
             else:
                 self._sort(tickets, pinned=pinned, ranked=ranked)
@@ -440,7 +442,7 @@ class Engine:
         A slot that recovers from a failed batch counts as waiting since its last part was computed, so that whatever
         arrived before that comes first.
         """
-        failed, only = self._failed, self._only
+        failed, only = self._recovery.parts, self._only
         if only is not None and not failed:
             return only if only.queue.rows and only.queue.ready_in(now) == 0 else None
         due = [slot for slot in self._queues if slot in failed or slot.queue.ready_in(now) == 0]
@@ -462,13 +464,11 @@ class Engine:
             batches: the number of batches before it, without the full ones that wait.
         """
         for slot in self._queues:
-            if (rows := slot.queue.rows) >= (most := slot.queue.max_batch):
-                batches += rows // most
-        if self._failed:
+            batches += slot.queue.rows // slot.queue.max_batch
+        if self._recovery.parts:
             batches += len(self._recovery)
         # Not the mean for its own batch: an engine that got larger batches than another one is not slower.
-        took = self._batches
-        self._shown[0] = int(took.mean_ns * batches + took.one_ns)
+        self._shown[0] = int(self._batches.mean_ns * batches + self._batches.one_ns)
 
     def _answer(self, tickets: NDArray[Any], code: int, version: int, message: str) -> None:
         only = self._admission.leave(tickets)

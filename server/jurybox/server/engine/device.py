@@ -444,21 +444,24 @@ class _StagingBuffer:
     def gather(self, tickets: NDArray[Any]) -> None:
         """Copy the tickets' rows of all inputs to the staging memory."""
         for item in self._arena_inputs:
-            native.gather(item.array, tickets, array_over(self._staged[item.name]))
+            self._gather(item, tickets)
+
+    def _gather(self, item: InputRows, tickets: NDArray[Any]) -> None:
+        native.gather(item.array, tickets, array_over(self._staged[item.name]))
 
     def copy_in(self, tickets: NDArray[Any], rows: int, *, direct: bool) -> None:
         """Queue the copies of the tickets' rows to the device, directly from the arena where that is cheaper."""
         runs = neighbours(tickets)
         for item in self._arena_inputs:
-            target, staged = self._inputs[item.name], self._staged[item.name]
+            target = self._inputs[item.name]
             if direct and pays(runs, self._served.spec.inputs[item.name].row_bytes):
                 at = 0
                 for first, n in runs:
                     target[at : at + n].copy_(item.rows(first, n), non_blocking=True)
                     at += n
             else:
-                native.gather(item.array, tickets, array_over(staged))
-                target[:rows].copy_(staged[:rows], non_blocking=True)
+                self._gather(item, tickets)
+                target[:rows].copy_(self._staged[item.name][:rows], non_blocking=True)
 
     def copy_in_bound(self, tickets: NDArray[Any], places: Sequence[Binding | None], driver: Driver) -> None:
         """As `copy_in`, for batches with rows in clients' device memory."""
@@ -496,8 +499,7 @@ class _StagingBuffer:
             if place is not None:
                 for key in place.outputs:
                     place.part(place.outputs, key, first, n).copy_(results[key][at : at + n], non_blocking=True)
-                    if self.graphs is None:
-                        self.copies.keep(results[key])
+                    self._keep(results[key])
             at += n
         return not host and None not in places
 
@@ -518,8 +520,12 @@ class _StagingBuffer:
         for item in self.outputs:
             result = item.of(results, rows)
             self.results[item.name][:rows].copy_(result, non_blocking=True)
-            if self.graphs is None:  # theirs is not used again
-                self.copies.keep(result)
+            self._keep(result)
+
+    def _keep(self, result: torch.Tensor) -> None:
+        """Keep a result's memory from being reused on the forwards' stream before it is copied; a graph's is never."""
+        if self.graphs is None:
+            self.copies.keep(result)
 
     def run_joined(self, rows: int) -> None:
         """Queue the copies of the gathered rows and of their outputs, and the forward between them."""

@@ -11,7 +11,8 @@ do, for clients on other hosts or with infrequent requests, if a model's cost is
 cores are available. For the same reason the event loop may block for a short answer, as long as no core sits idle
 meanwhile or a client is alone: a wake-up through the loop takes longer. Where a batch's fixed cost is large (a large
 model, a GPU), two halves in turn would pay it twice as often as needed. There it waits, with any number of cores, for
-all clients that returned within half of that cost the last time, and for no longer than that, as the engine does.
+all clients that returned within half of that cost the last time, and for no longer than that; the engine does the same
+within a quarter, as its own clients return sooner.
 
 `WholeGroup`: the whole group of those that returned at once the last time, which are the robots of one port. Those
 that only wait for their answers send their next observations at once, one after another. An engine that starts on the
@@ -133,6 +134,7 @@ class QuickHalf(Returns):
         super().__init__(clock)
         self._few = (len(os.sched_getaffinity(0)) if cores is None else cores) <= _FEW
         self._took = 0.0  # seconds of a ticket, smoothed
+        self._prompt = 0.0  # seconds for which a ticket waits for all who return within them; 0: tickets are not costly
         self._delay = 0.0  # seconds that quick clients take, smoothed
         self._until = 0.0  # when the current wait ends; 0: there is none
         self._client: ClientConnection | None = None  # of the last request
@@ -146,10 +148,10 @@ class QuickHalf(Returns):
         self._client = client
         if seconds < _HURRY:
             self._forget()
-        if client is None or not (self._few or self._costly):
+        if client is None or not (self._few or self._prompt):
             return False
         delay = self._clock() - client.answered
-        client.quick = delay < self._prompt if self._costly else client.near and delay < _QUICK
+        client.quick = delay < self._prompt if self._prompt else client.near and delay < _QUICK
         if client.quick:
             self._delay += _SMOOTHING * (delay - self._delay)
         self._away.pop(client, None)
@@ -157,7 +159,7 @@ class QuickHalf(Returns):
 
     def answered(self, client: ClientConnection | None) -> None:
         """See `Returns.answered`."""
-        if client is not None and (self._few or self._costly):
+        if client is not None and (self._few or self._prompt):
             client.answered = now = self._clock()
             if client.quick:
                 if len(self._away) >= _MOST_AWAY:
@@ -172,21 +174,9 @@ class QuickHalf(Returns):
             seconds = min(seconds, max(_OUTLIER * self._took, _MOST_WAIT[0]))
             self._cost.observe(rows, int(seconds * 1e9))
             self._took += _SMOOTHING * (seconds - self._took)
-
-    @property
-    def _fixed(self) -> float:
-        """The fixed cost of a batch in ns. Batches of one size do not show it: all counts, until one waits for all."""
-        return self._cost.fixed if self._cost.row is not None else self._took * 1e9
-
-    @property
-    def _costly(self) -> bool:
-        """Whether a batch's fixed cost is worth waiting for all."""
-        return self._fixed >= LARGE_NS
-
-    @property
-    def _prompt(self) -> float:
-        """The seconds within which a client returns for which a costly batch waits."""
-        return _PROMPT * self._fixed / 1e9
+            # Batches of one size do not show the fixed cost: all counts, until one waits for all.
+            fixed = self._cost.fixed if self._cost.row is not None else self._took * 1e9
+            self._prompt = _PROMPT * fixed / 1e9 if fixed >= LARGE_NS else 0.0
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
@@ -220,16 +210,16 @@ class QuickHalf(Returns):
             self._until = 0.0
             self._waited(_SMOOTHING, in_vain=True)
             self._forget()
-        elif self._hopeless or (not self._costly and self._cost.fixed < _SHARED * 1e9 * self._took):
+        elif self._hopeless or (not self._prompt and self._cost.fixed < _SHARED * 1e9 * self._took):
             self._in_vain *= self._forgiven
         else:
-            most = self._prompt if self._costly else min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
+            most = self._prompt or min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
             self._until = now + most
             return most
         return 0.0
 
     def _enough(self, waiting: int) -> bool:
-        if self._costly:
+        if self._prompt:
             return not self._away
         return waiting >= len(self._away) or len(self._away) <= _BUSY
 
