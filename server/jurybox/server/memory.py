@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ _MIB = 1 << 20
 _EXPLAINS = 5.0  # seconds in which a kill explains the death of a process
 _LITTLE = 1 << 20  # bytes that a process at rest holds for clients at most, or an eighth of the most that it held
 _AT_REST = 2  # looks in a row that find so little
-_MUCH = 8 << 20  # bytes that are worth returning
+_MUCH = 8 << 20  # bytes that are worth returning, or looking for
 _CONNECTION = 32 << 10  # bytes that a connection takes at least, with TLS twice as much
 MORE = "give it more (docker run --memory, MEMORY of compose.yaml, systemd: MemoryMax)"
 
@@ -114,16 +115,19 @@ class MemoryKills:
 
 
 class FreedMemory:
-    """Returns what a process has freed to the system when it is at rest.
+    """Returns what a process has freed to the system when it is at rest, and frees what only refers to itself.
 
     The allocator keeps it for the next requests (`keep_freed_memory`), also what a burst of requests or connections
     took and nobody will need again soon. What it cannot return counts as needed, until the process has grown again, or
     its clients have given up what they held then.
+
+    Objects that refer to each other wait for Python's collector, which counts objects and not their bytes: eight of a
+    connection that is gone may hold a message of 64 MiB for hours. So the collector runs when the process has grown.
     """
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
-        self._needed = self._private()
+        self._needed = self._grown = self._private()
         self._most = 0  # bytes for clients and their connections, since memory was returned last
         self._rested = 0  # looks in a row
 
@@ -135,9 +139,13 @@ class FreedMemory:
             connections: how many are open.
         """
         private, size = self._private(), held + connections * _CONNECTION
+        if private - self._grown >= _MUCH:
+            gc.collect()
+            self._grown = private = self._private()
+        self._grown = min(self._grown, private)
         self._needed, self._most = min(self._needed, private), max(self._most, size)
         self._rested = self._rested + 1 if held <= max(_LITTLE, self._most // 8) else 0
-        if self._rested >= _AT_REST and max(private - self._needed, self._most - size) >= _MUCH:
+        if self._rested >= _AT_REST and (private - self._needed >= _MUCH or self._most - size >= _LITTLE):
             self._trim(0)
             self._needed, self._most = self._private(), size
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import statistics
 import threading
 import time
+import weakref
 
 import httpx
 import pytest
@@ -118,6 +120,26 @@ def test_answers_that_nobody_reads_are_refused_beyond_the_budget(served, client)
         assert client.post("/echo", content=bytes(60_000)).content == bytes(60_000)
     wait_until(lambda: served.budget.held(ANSWERS) == 0, 20, "what is left is dropped")
     assert len(client.get("/large?n=6000000").content) == 6_000_000
+
+
+def test_a_connection_that_ends_is_freed_with_all_its_requests_and_not_by_the_collector(served, client):
+    DONE.clear()
+    gc.disable()
+    try:
+        earlier = set(served.server.connections())
+        with contextlib.closing(served.connected()) as connection:
+            connection.sendall(asked("/slow") + asked("/large?n=3") * 20)
+            wait_until(lambda: served.budget.held(ANSWERS) > 3 * MIB, 20, "the first is being answered")
+            (one,) = set(served.server.connections()) - earlier
+            requests = [weakref.ref(cycle) for cycle in getattr(one, "_cycles", (one.cycle,))]
+            freed = [weakref.ref(one), *requests]
+            assert len(freed) == (2 if served.module.HttpToolsProtocol is None else 22)  # h11 parses one at a time
+            del one
+        DONE.set()
+        wait_until(lambda: not any(ref() for ref in freed), 20, "nothing is left of it")
+    finally:
+        DONE.set()
+        gc.enable()
 
 
 def test_a_reader_that_leaves_no_room_for_others_is_ended(served, client):

@@ -208,9 +208,15 @@ class _Counted:
         super().resume_writing()  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
+        """See `asyncio.BaseProtocol`.
+
+        A connection and its requests refer to each other. Without an end to that they would stay, all that waited among
+        them, until the collector looks at its oldest objects, and a flood of them would take its memory for good.
+        """
         self._count_unsent(0)
         super().connection_lost(exc)  # type: ignore[misc]
+        self.cycle, self.app = None, self._app
+        self.transport.close = self.transport._transport.close
 
     @property
     def between(self) -> bool:
@@ -482,6 +488,7 @@ else:
             """
             self._forget(self._cycles)
             self._cycles = ()
+            self.pipeline.clear()
             super().connection_lost(exc)
 
         def _forget(self, cycles: tuple[Any, ...]) -> None:

@@ -95,6 +95,9 @@ class RobotConnection(ServerConnection):
         self.open.discard(self)
         self._rest.clear()
         super().connection_lost(exc)
+        frames = self.recv_messages.frames
+        if frames.get_waiter is None:  # nobody is about to take one
+            frames.queue.clear()  # the connection refers to itself, and is freed late
         self._part = 0
         self._messages.clear()
         self._count()
