@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
 import time
@@ -13,7 +14,7 @@ from tests.serving import wait_until
 
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.security.doors import Doors
-from jurybox.server.security.limits import ANSWERS, ROBOTS, Watch, budget_of, unread
+from jurybox.server.security.limits import ANSWERS, RECEIVED, ROBOTS, Watch, budget_of, unread
 from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import listen
 
@@ -109,3 +110,19 @@ async def test_a_reader_that_leaves_no_room_for_others_is_ended():
             for second in (0.0, 11.0):
                 watch.check(time.monotonic() + second)
             assert len(server.connections()) == before - 1
+
+
+async def test_requests_that_nobody_will_answer_are_returned_with_their_connection_and_not_by_the_collector():
+    async def answer(_peer, _body):
+        await asyncio.Event().wait()
+
+    gc.disable()
+    try:
+        async with serving(answer) as (server, where, budget):
+            with joined(where) as peer:
+                await asyncio.to_thread(peer.sendall, request(b"x" * 200) * 10)
+                await until(lambda: budget.held(RECEIVED) == 10 * 2 * 200)
+            await until(lambda: not server.connections())
+            await until(lambda: budget.held(RECEIVED) == 0)
+    finally:
+        gc.enable()

@@ -234,3 +234,5 @@ class RepServer(Generic[T]):
             self._ending.add(peer.task)
             peer.task.add_done_callback(self._ending.discard)
             peer.task.cancel()
+            while not peer.requests.empty():  # the connection refers to itself, and is freed late
+                peer.requests.get_nowait().charge.give()
