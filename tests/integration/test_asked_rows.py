@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ MODELS = {
     "shout": OPEN,
     "sum": SUM,
     "waves": {"factory": "tests.open_models:waves", "max_batch": 8, "rows": 64},
+    "two": {"factory": "tests.models:two", "max_batch": 8, "rows": 64},
 }
 X = np.arange(256, dtype=np.float32).reshape(64, 4)
 
@@ -67,7 +69,7 @@ def test_a_version_that_no_ticket_can_carry_is_refused_and_leaves_model_and_sess
     with client.model("sum", rows=1).sessions(2) as sessions, model.rows(2) as rows:
         x = np.ones((2, 1), np.float32)
         sessions.infer(x)
-        for version in (-1, 2**64, 1.5, "1", None):
+        for version in (-1, 2**64, 1.5, "1"):
             for ask in (
                 lambda version: model.infer(X[:2], version=version),
                 lambda version: model.infer_reply(X[:32], version=version),
@@ -82,6 +84,112 @@ def test_a_version_that_no_ticket_can_carry_is_refused_and_leaves_model_and_sess
                     ask(version)
         np.testing.assert_array_equal(model.infer(X[:8]), 2 * X[:8] + 1)
         assert sessions.infer(x).tolist() == [2, 2]
+
+
+def with_versions(opened):
+    """Each kind of request that takes a version, by name; each takes the version."""
+    model, sessions, rows = opened
+
+    def awaited(ask, given, version):
+        async def awaiting():
+            return await ask(given, version=version)
+
+        return asyncio.run(awaiting())
+
+    x = np.ones((2, 1), np.float32)
+    return {
+        "infer": lambda version: model.infer(X[:2], version=version),
+        "infer_reply": lambda version: model.infer_reply(X[:32], version=version),
+        "infer_async": lambda version: awaited(model.infer_async, X[:2], version),
+        "infer_reply_async": lambda version: awaited(model.infer_reply_async, X[:2], version),
+        "submit": lambda version: model.submit(X[:2], version=version).result(),
+        "rows": lambda version: rows.infer(version=version),
+        "sessions": lambda version: sessions.infer(x, version=version),
+        "sessions, reply": lambda version: sessions.infer_reply(x, version=version),
+        "sessions, async": lambda version: awaited(sessions.infer_async, x, version),
+        "sessions, reply, async": lambda version: awaited(sessions.infer_reply_async, x, version),
+        "sessions, submit": lambda version: sessions.submit(x, version=version).result(),
+    }
+
+
+def test_the_newest_version_is_none_and_zero_still_is_with_a_warning_at_the_callers_line(client):
+    model = client.model("affine", rows=4)
+    with client.model("sum", rows=1).sessions(2) as sessions, model.rows(2) as rows:
+        for way, ask in with_versions((model, sessions, rows)).items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                ask(None)
+            with pytest.warns(DeprecationWarning, match="version=0 means the newest") as told:
+                ask(0)
+            assert [one.filename for one in told] == [__file__], way
+
+
+def test_a_reply_has_its_outputs_by_name_and_as_the_only_array_whatever_the_model_has(client):
+    one, two = client.model("affine", rows=8), client.model("two", rows=8)
+    name, given = "action", {"image": np.ones((2, 64, 64, 3), np.uint8), "scale": X[:2, 0].copy()}
+    step, total = np.ones((2, 1), np.float32), client.model("sum", rows=1)
+    with total.sessions(2) as sessions:
+        asked = {
+            "infer_reply": (one.infer_reply(X[:2]), name),
+            "pieces": (one.infer_reply(X[:32]), name),
+            "infer_reply_async": (at_once(one.infer_reply_async(X[:2])), name),
+            "pieces, async": (at_once(one.infer_reply_async(X[:32])), name),
+            "call_reply": (one.call_reply(X[0]), name),
+            "row_reply": (one.row_reply(X[0], 10.0), name),
+            "submit": (one.submit(X[:2]).result(), name),
+            "sessions": (sessions.infer_reply(step), *total.spec.outputs),
+            "sessions, async": (at_once(sessions.infer_reply_async(step)), *total.spec.outputs),
+            "sessions, submit": (sessions.submit(step).result(), *total.spec.outputs),
+        }
+        for way, (reply, named) in asked.items():
+            assert list(reply.named) == [named], way
+            assert reply.named[named] is reply.array is reply.outputs, way
+    several = two.infer_reply(given)
+    assert several.named is several.outputs
+    assert several.named.keys() == two.spec.outputs.keys()
+    with pytest.raises(SpecMismatch, match=r"has the outputs .*: expected a single one.*reply.named\['"):
+        several.array  # noqa: B018
+
+
+def test_an_output_that_is_named_is_always_that_array_and_a_wrong_name_makes_no_step(client):
+    step, total = np.ones((2, 1), np.float32), client.model("sum", rows=1)
+    (name,) = total.spec.outputs
+    with total.sessions(2) as sessions:
+        assert sessions.infer(step, output=name).tolist() == [1, 1]
+        assert at_once(sessions.infer_async(step, output=name)).tolist() == [2, 2]
+        for ask in (
+            lambda: sessions.infer(step, output="none"),
+            lambda: at_once(sessions.infer_async(step, output="none")),
+        ):
+            with pytest.raises(SpecMismatch, match=f"has the outputs {name}: none is 'none'"):
+                ask()
+        assert sessions.infer(step).tolist() == [3, 3]
+
+
+def test_raw_memory_of_rows_is_a_plain_array_of_the_rows_that_are_sent(client):
+    with client.model("affine", rows=4).rows(2) as rows:
+        raw = rows.raw("observation")
+        assert type(raw) is np.ndarray
+        np.multiply(X[:2], 2.0, out=raw)
+        raw[0] = X[0].astype(np.float64)  # cast, as NumPy does
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * np.stack([X[0], 2 * X[1]]) + 1)
+        with pytest.raises(SpecMismatch, match=r"rows of 'affine' have \['observation'\] here, 'observe' came"):
+            rows.raw("observe")
+    with pytest.raises(Refused, match="were released"):
+        rows.raw("observation")
+
+
+def test_rows_begin_as_zeros_and_never_as_another_requests(client):
+    affine, shout = client.model("affine", rows=2), client.model("shout", rows=2)
+    affine.infer(X[4:6])
+    with affine.rows(2) as rows:
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], np.ones((2, 4)))
+    shout.infer(["abc", "def"])
+    with shout.rows(2) as rows:
+        rows.infer()
+        assert [bytes(rows.row("text", row)) for row in range(2)] == [b"", b""]
 
 
 @pytest.mark.parametrize("row", [-1, 2, 1.0])
@@ -364,6 +472,10 @@ def test_what_a_client_holds_says_what_it_is(client):
     model = client.model("affine", rows=8)
     assert repr(client) == f"<Server {client.address}>"
     ticket = model.submit(X[:3])
+    at, specs = client.address, "(observation: float32[4]) -> (action: float32[4])"
+    assert repr(model) in [
+        f"<Model 'affine' {specs}, 8 rows, {n} in flight, up to 16 rows a batch, {at}>" for n in (0, 1)
+    ]
     ticket.result()
     assert repr(ticket) == "<Ticket of 'affine', 3 rows, answered>"
     cancelled = model.submit(X[:2])

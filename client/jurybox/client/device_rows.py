@@ -43,7 +43,7 @@ class BoundRows:
         timeout: float,
     ) -> None:
         self._model, self._bind = model, bind
-        self._rows = model.rows(rows)
+        self._rows = model.unwritten_rows(rows)
         lane, lease = self._rows.leased
         self._end = BindRequest(lane=lane, lease=lease, first=self._rows.first, end=True)
         request = BindRequest(
@@ -69,9 +69,9 @@ class BoundRows:
         """The weights version that computed the outputs."""
         return self._rows.version
 
-    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> None:
+    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int | None = None) -> int:
         """Compute the outputs; see `Rows.infer`."""
-        self._rows.infer(rows, timeout=timeout, version=version)
+        return self._rows.infer(rows, timeout=timeout, version=version)
 
     def end(self, timeout: float) -> bool:
         """Make the engines release the memory, and release the rows; return whether all engines have released it."""
@@ -131,9 +131,9 @@ class DeviceRows(Closing):
         return self._open().version
 
     def infer(
-        self, rows: int | None = None, *, stream: int = 0, timeout: float | None = None, version: int = 0
-    ) -> None:
-        """Compute the outputs of the first `rows` rows; of all rows by default.
+        self, rows: int | None = None, *, stream: int = 0, timeout: float | None = None, version: int | None = None
+    ) -> int:
+        """Compute the outputs of the first `rows` rows; of all rows by default. Return the weights version.
 
         The engine reads the inputs after all work queued on `stream` so far, so no synchronization is needed.
 
@@ -146,7 +146,7 @@ class DeviceRows(Closing):
         """
         bound = self._open()
         self._driver.record(self._event, stream)
-        bound.infer(rows, timeout=timeout, version=version)
+        return bound.infer(rows, timeout=timeout, version=version)
 
     def close(self) -> None:
         """Make the engines release the memory, and free it.

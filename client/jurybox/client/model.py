@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from jurybox.client.rows import Rows
 from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Reply, Seen, Ticket, send_parts, send_rows
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Refused, SpecMismatch, StaleLease, plain
+from jurybox.protocol.errors import Refused, SpecMismatch, StaleLease
 from jurybox.protocol.locks import Taken
 from jurybox.protocol.spec import ModelSpec
 
@@ -52,8 +51,10 @@ class Model(forks.Closing):
         default_timeout: float,
         opened: Callable[[Requests], None] = lambda _: None,
         again: tuple[Callable[..., Model], float, bool, int] | None = None,
+        where: str = "",
     ) -> None:
         self.name = name
+        self._where = where
         self._again = None if again is None else (again[0], rows, *again[1:])
         self.requests = Requests(name, lease, rows, default_timeout, opened)
 
@@ -75,7 +76,11 @@ class Model(forks.Closing):
             ", ".join(f"{name}: {tensor}" for name, tensor in of.items())
             for of in (self.spec.inputs, self.spec.outputs)
         ]
-        return f"<Model {self.name!r} ({told[0]}) -> ({told[1]}), up to {self.max_batch} rows a batch>"
+        lane = self.requests.lane
+        return (
+            f"<Model {self.name!r} ({told[0]}) -> ({told[1]}), {lane.rows} rows, {len(lane.in_flight)} in flight, "
+            f"up to {self.max_batch} rows a batch{self._where and f', {self._where}'}>"
+        )
 
     # ---- one call, one answer
 
@@ -145,7 +150,7 @@ class Model(forks.Closing):
         if inputs:
             row = self._named(row, inputs)
         reply = requests.asked(lambda: requests.lane.codec.one({} if row is None else row), timeout, 0)
-        return Reply(_first_row(reply.outputs), reply.version)
+        return Reply(_first_row(reply.outputs), reply.version, reply.only)
 
     def row_reply(self, row: Any, timeout: float) -> Reply:
         """Compute one row like `__call__`, but return a `Reply`. Its outputs may have a leading dimension of one row.
@@ -174,7 +179,7 @@ class Model(forks.Closing):
                     try:
                         kept.answer = None
                         outputs = kept.ask(ready, seconds(timeout))
-                        return Reply(outputs, kept.version)
+                        return Reply(outputs, kept.version, kept.lane.codec.only)
                     finally:
                         requests.put_back(kept)
         except (Taken, StaleLease):
@@ -182,7 +187,7 @@ class Model(forks.Closing):
         return requests.asked(lambda: requests.lane.codec.one(row), (deadline - time.monotonic_ns()) / 1e9, 0)
 
     def infer(
-        self, inputs: Arrays, *, timeout: float | None = None, version: int = 0, output: str | None = None
+        self, inputs: Arrays, *, timeout: float | None = None, version: int | None = None, output: str | None = None
     ) -> Any:
         """Compute n rows. If they exceed the lane or a batch, they are split into several requests.
 
@@ -191,7 +196,7 @@ class Model(forks.Closing):
         Args:
             inputs: array (n, *row shape) of the spec's dtype; a dict of arrays if the model has several inputs.
             timeout: seconds in total. Defaults to the connection's.
-            version: weights version to use, if the server still holds it; 0: the newest.
+            version: weights version to use, if the server still holds it; None: the newest.
             output: return the array of this output alone, however many the model has.
 
         Returns:
@@ -209,10 +214,10 @@ class Model(forks.Closing):
         """
         if output is None:
             return self.infer_reply(inputs, timeout=timeout, version=version).outputs
-        chosen = self._output(output)
-        return chosen(self.infer_reply(inputs, timeout=timeout, version=version).outputs)
+        self.requests.require_output(output)
+        return self.infer_reply(inputs, timeout=timeout, version=version).named[output]
 
-    def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
+    def infer_reply(self, inputs: Arrays, *, timeout: float | None = None, version: int | None = None) -> Reply:
         """Like `infer`, but return a `Reply` with the weights version.
 
         Up to `max_batch` rows are computed by one version. For more rows, `version` is the oldest one used.
@@ -221,24 +226,20 @@ class Model(forks.Closing):
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
 
     async def infer_async(
-        self, inputs: Arrays, *, timeout: float | None = None, version: int = 0, output: str | None = None
+        self, inputs: Arrays, *, timeout: float | None = None, version: int | None = None, output: str | None = None
     ) -> Any:
         """Like `infer`, as a coroutine: the same arguments, outputs and errors.
 
         If no rows are free, it waits until other tasks release theirs, up to the time-out.
         """
-        chosen = None if output is None else self._output(output)
-        outputs = (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
-        return outputs if chosen is None else chosen(outputs)
+        if output is None:
+            return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).outputs
+        self.requests.require_output(output)
+        return (await self.infer_reply_async(inputs, timeout=timeout, version=version)).named[output]
 
-    def _output(self, name: str) -> Callable[[Any], Any]:
-        """Return a function that takes one output out of a reply's. Raises SpecMismatch."""
-        outputs = self.spec.outputs
-        if name not in outputs:
-            raise SpecMismatch(f"model {self.name!r} has the outputs {', '.join(outputs)}: none is {plain(name, 80)!r}")
-        return (lambda arrays: arrays) if len(outputs) == 1 else operator.itemgetter(name)
-
-    async def infer_reply_async(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Reply:
+    async def infer_reply_async(
+        self, inputs: Arrays, *, timeout: float | None = None, version: int | None = None
+    ) -> Reply:
         """Like `infer_async`, but return a `Reply` with the weights version, as `infer_reply` does."""
         requests, version = self.requests, version_of(version)
         deadline = requests.turns.deadline(timeout)
@@ -252,7 +253,7 @@ class Model(forks.Closing):
 
     # ---- pipelining
 
-    def submit(self, inputs: Arrays, *, timeout: float | None = None, version: int = 0) -> Ticket:
+    def submit(self, inputs: Arrays, *, timeout: float | None = None, version: int | None = None) -> Ticket:
         """Send n rows and return a ticket, which is a future, at once. Several tickets may be in flight.
 
         If the lane is too small and its size was not set, it grows, as with `infer`.
@@ -327,12 +328,19 @@ class Model(forks.Closing):
     def rows(self, n: int = 1) -> Rows:
         """Reserve n rows for a ``with`` block: write to `rows.inputs`, call `rows.infer()`, read `rows.outputs`.
 
-        If the lane is too small and its size was not set, it grows, as with `infer`.
+        Inputs begin as zeros, those of variable size as empty: never as another request's. If the lane is too small and
+        its size was not set, it grows, as with `infer`.
 
         Raises:
             Busy: the lane has no n contiguous free rows.
             ValueError: n is not a whole number of at least 1.
         """
+        held = self.unwritten_rows(n)
+        held.clear()
+        return held
+
+    def unwritten_rows(self, n: int) -> Rows:
+        """Like `rows`, with the inputs of an earlier request; for inputs that are elsewhere, in device memory."""
         turns = self.requests.turns
         return turns.run(lambda: self._held(whole(n, "n", 1)), turns.deadline(None))
 

@@ -201,7 +201,7 @@ class Pieces:
         version, outputs = min(self._answered.values(), default=0), shaped(self._outputs)
         if self._errors:
             raise row_failed(self._lane.model, self._errors, self._n, outputs, version)
-        return Reply(outputs, version)
+        return Reply(outputs, version, self._lane.codec.only)
 
     def _give_up(self) -> None:
         for _, ticket in self._in_flight:

@@ -18,7 +18,7 @@ from jurybox.client.row_allocator import RowRun
 from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, words
 from jurybox.client.ticket import Reply
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease
+from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
 from jurybox.protocol.spec import BYTES, ModelSpec
 
 
@@ -74,6 +74,14 @@ class Requests:
             kept = ", ".join(self.spec.state)
             raise Refused(
                 f"model {self.name!r} keeps state ({kept}): open sessions with sessions(n), and call their methods"
+            )
+
+    def require_output(self, name: str) -> None:
+        """Raise SpecMismatch if the model has no such output."""
+        if name not in self.spec.outputs:
+            hint = did_you_mean(came := plain(name, 80), self.spec.outputs)
+            raise SpecMismatch(
+                f"model {self.name!r} has the outputs {', '.join(self.spec.outputs)}: none is {came!r}{hint}"
             )
 
     def usable(self) -> Lane:
@@ -207,7 +215,7 @@ class Requests:
             answer = lane.ask(run.first, n, (deadline - time.monotonic_ns()) / 1e9, version, weakref.ref(run))
             if answer.code != Code.OK:
                 raise lane.failure(answer, run.first, n)
-            return Reply(shaped(lane.codec.take(lane.columns, run.first, n)), answer.version)
+            return Reply(shaped(lane.codec.take(lane.columns, run.first, n)), answer.version, lane.codec.only)
         finally:
             lane.put_back(run)
 

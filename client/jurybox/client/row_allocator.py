@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import warnings
 import weakref
 from typing import TYPE_CHECKING
 
@@ -171,9 +172,29 @@ def whole(value: int, what: str, least: int, most: int | None = None) -> int:
     return number
 
 
-def version_of(value: int) -> int:
-    """Check a weights version that comes from a caller; 0 is the newest. Raises ValueError.
+def version_of(value: int | None) -> int:
+    """Check a version that comes from a caller; return it as tickets name it, the newest as 0. Raises ValueError.
 
     A ticket with another one could never be sent, and its lane would try again and again.
     """
-    return value if type(value) is int and 0 <= value < 1 << 64 else whole(value, "version", 0, (1 << 64) - 1)
+    if value is None:
+        return 0
+    version = value if type(value) is int and 0 < value < 1 << 64 else whole(value, "version", 0, (1 << 64) - 1)
+    if version == 0:
+        warnings.warn(
+            "version=0 means the newest weights for now, and in two minor releases those that the model was loaded "
+            "with, as in a Reply: leave it out, or give None, for the newest",
+            DeprecationWarning,
+            stacklevel=_callers(),
+        )
+    return version
+
+
+def _callers() -> int:
+    """Return the `stacklevel` at which a warning names the caller of the package."""
+    import inspect  # needed here alone, and importing it takes as long as ZeroMQ
+
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("jurybox.client."):
+        level, frame = level + 1, frame.f_back
+    return level

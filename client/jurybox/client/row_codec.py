@@ -20,10 +20,15 @@ Checked = dict[str, Any]  # inputs by name, each in its codec's internal form
 
 
 class PlainRows:
-    """Rows of fixed shapes: arrays with a first dimension of n. Methods that are rarely called take any rows."""
+    """Rows of fixed shapes: arrays with a first dimension of n. Methods that are rarely called take any rows.
+
+    Attributes:
+        only: the name of the only output, or of the first of several.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.only = next(iter(spec.outputs))
 
     def checked(self, inputs: Any) -> tuple[Checked, int]:
         """Check inputs against the spec; return them by name, and the number of rows. Raises SpecMismatch."""

@@ -24,9 +24,9 @@ class Rows(Closing):
 
     Attributes:
         inputs, outputs: arrays of shape (n, *row shape) by name, views of shared memory. Valid in the ``with`` block.
-            A tensor of variable size has shape (n, capacity) here; `place` and `row` return its rows. Inputs are not
-            cast: values of another dtype are refused with SpecMismatch, as by `Model.infer`; Python numbers are written
-            if the dtype holds them.
+            A tensor of variable size has shape (n, capacity) here; `place` and `row` return its rows. Inputs begin as
+            zeros, and are not cast: values of another dtype are refused with SpecMismatch, as by `Model.infer`; Python
+            numbers are written if the dtype holds them.
         version: weights version that computed the outputs, the oldest if they took several batches; 0 before the first
             `infer`.
     """
@@ -68,6 +68,25 @@ class Rows(Closing):
     def leased(self) -> tuple[int, int]:
         """The server's numbers of the lane of these rows and of its lease."""
         return self._lane.leased
+
+    def raw(self, name: str) -> NDArray[Any]:
+        """Return the memory of an input as a plain array, (n, *row shape), for functions that write to an array.
+
+        It checks nothing: what is written is cast to its dtype, as NumPy does, and after the rows were released they
+        may be another request's. Write to it in the ``with`` block only.
+
+        Example:
+            cv2.resize(photo, (224, 224), dst=rows.raw("image")[0])
+
+        Raises:
+            SpecMismatch: there is no such input.
+            Busy: an engine still has an earlier request for these rows.
+            Refused: the rows were released.
+        """
+        self._check()
+        self._spec_of(self._lane.codec.spec.inputs, name)
+        end = self.first + self.rows
+        return self._lane.columns.inputs[name][self.first : end]
 
     def place(self, name: str, row: int, shape: int | tuple[int, ...]) -> NDArray[Any]:
         """Return a writable array for one row of an input of variable size; uint8 for a byte string.
@@ -113,12 +132,12 @@ class Rows(Closing):
             hint = did_you_mean(plain(name), specs)
             raise SpecMismatch(f"rows of {self._lane.model!r} have {sorted(specs)} here, {name!r} came{hint}") from None
 
-    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int = 0) -> int:
+    def infer(self, rows: int | None = None, *, timeout: float | None = None, version: int | None = None) -> int:
         """Compute the outputs of the first `rows` rows; of all rows by default. Return the weights version.
 
         Args:
             timeout: seconds. Defaults to the connection's.
-            version: weights version to use, if the server still holds it; 0: the newest.
+            version: weights version to use, if the server still holds it; None: the newest.
 
         Raises:
             Timeout: no answer in time. The rows can be used again once the engine has answered.
@@ -158,6 +177,15 @@ class Rows(Closing):
         if errors:
             raise row_failed(lane.model, errors, n, None, used)
         return used
+
+    def clear(self) -> None:
+        """Make the inputs zeros, and those of variable size empty."""
+        columns, end = self._lane.columns, self.first + self.rows
+        for name, spec in self._lane.codec.spec.inputs.items():
+            if spec.variable:
+                columns.input_extents[name][self.first : end] = 0
+            else:
+                columns.inputs[name][self.first : end] = 0
 
     def close(self) -> None:
         """Release the rows. Rows that an engine may still write to become free once it has answered."""

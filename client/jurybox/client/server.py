@@ -191,7 +191,7 @@ class Server(Closing):
         def lease(n: int, patient: bool) -> tuple[Lane, ModelSpec, int]:
             return self._open_link().lease(name, n, left if patient else 0.0, wait=wait, priority=level)
 
-        return Model(name, lease, rows, self.timeout, self._opened, (self.model, left, wait, level))
+        return Model(name, lease, rows, self.timeout, self._opened, (self.model, left, wait, level), self.address)
 
     def device_rows(self, name: str, rows: int, *, device: int = 0, timeout: float | None = None) -> DeviceRows:
         """Allocate rows of a model in GPU memory, for a process whose inputs are already on the model's GPU.

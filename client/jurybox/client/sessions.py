@@ -73,7 +73,8 @@ class Sessions(Closing):
         reset: Mask | None = None,
         *,
         timeout: float | None = None,
-        version: int = 0,
+        version: int | None = None,
+        output: str | None = None,
     ) -> Any:
         """Compute one row of each session, and advance the state of each by one step.
 
@@ -82,7 +83,7 @@ class Sessions(Closing):
             session: the session number of each row; no number may repeat. Default: row i belongs to session i.
             reset: boolean mask of the rows that start from the initial state. Default: only sessions without a step.
             timeout: as in `Model.infer`.
-            version: as in `Model.infer`.
+            version, output: as in `Model.infer`.
 
         Returns:
             As in `Model.infer`.
@@ -97,9 +98,11 @@ class Sessions(Closing):
             Refused: the request is not allowed.
             ServerGone: the server ended, and was not restarted in time.
         """
+        if output is not None:
+            self._requests.require_output(output)
         advances = self._book.advances
         try:  # around all that is done with the answer: see `interrupted`
-            return self._answered(inputs, session, reset, timeout, version)[0]
+            return self._chosen(self._answered(inputs, session, reset, timeout, version)[0], output)
         except (Error, ValueError, TypeError):
             raise
         except BaseException:
@@ -113,12 +116,12 @@ class Sessions(Closing):
         reset: Mask | None = None,
         *,
         timeout: float | None = None,
-        version: int = 0,
+        version: int | None = None,
     ) -> Reply:
         """Like `infer`, but return a `Reply` with the weights version, the oldest one used."""
         advances = self._book.advances
         try:
-            return Reply(*self._answered(inputs, session, reset, timeout, version))
+            return self._reply(*self._answered(inputs, session, reset, timeout, version))
         except (Error, ValueError, TypeError):
             raise
         except BaseException:
@@ -126,7 +129,7 @@ class Sessions(Closing):
             raise
 
     def _answered(
-        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int | None
     ) -> tuple[Any, int]:
         """Return the outputs and the version."""
         requests, version = self._requests, version_of(version)
@@ -217,12 +220,15 @@ class Sessions(Closing):
         reset: Mask | None = None,
         *,
         timeout: float | None = None,
-        version: int = 0,
+        version: int | None = None,
+        output: str | None = None,
     ) -> Any:
         """Like `infer`, as a coroutine."""
+        if output is not None:
+            self._requests.require_output(output)
         advances = self._book.advances
         try:
-            return (await self._answered_async(inputs, session, reset, timeout, version))[0]
+            return self._chosen((await self._answered_async(inputs, session, reset, timeout, version))[0], output)
         except (Error, ValueError, TypeError):
             raise
         except BaseException as error:
@@ -236,12 +242,12 @@ class Sessions(Closing):
         reset: Mask | None = None,
         *,
         timeout: float | None = None,
-        version: int = 0,
+        version: int | None = None,
     ) -> Reply:
         """Like `infer_reply`, as a coroutine."""
         advances = self._book.advances
         try:
-            return Reply(*await self._answered_async(inputs, session, reset, timeout, version))
+            return self._reply(*await self._answered_async(inputs, session, reset, timeout, version))
         except (Error, ValueError, TypeError):
             raise
         except BaseException as error:
@@ -255,7 +261,7 @@ class Sessions(Closing):
             self._book.interrupted(session, advances)
 
     async def _answered_async(
-        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int
+        self, inputs: Any, session: Numbers | None, reset: Mask | None, timeout: float | None, version: int | None
     ) -> tuple[Any, int]:
         requests, version = self._requests, version_of(version)
         ask = partial(self._infer_async, inputs, session, reset, requests.turns.deadline(timeout), version)
@@ -283,7 +289,7 @@ class Sessions(Closing):
         reset: Mask | None = None,
         *,
         timeout: float | None = None,
-        version: int = 0,
+        version: int | None = None,
     ) -> Ticket:
         """Send one row of each session, as `Model.submit` does. Requests of one session are computed in order.
 
@@ -386,6 +392,13 @@ class Sessions(Closing):
         turns.run(self._requests.close, turns.deadline(None))
 
     # ---- private
+
+    def _reply(self, outputs: Any, version: int) -> Reply:
+        return Reply(outputs, version, self._requests.lane.codec.only)
+
+    @staticmethod
+    def _chosen(outputs: Any, output: str | None) -> Any:
+        return outputs[output] if output is not None and isinstance(outputs, dict) else outputs
 
     def _prepared(
         self, inputs: Any, session: Numbers | None, reset: Mask | None

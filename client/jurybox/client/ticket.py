@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from jurybox.client.lane import Lane
 from jurybox.client.row_allocator import RowRun
 from jurybox.client.row_codec import Checked, shaped
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Code, Error, Refused, Timeout
+from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch, Timeout
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,10 +29,41 @@ Seen: TypeAlias = tuple[dict[str, Any], int]  # outputs by name, which later tic
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a request: `outputs` (an array, or a dict if the model has several) and the weights `version`."""
+    """The result of a request.
+
+    `outputs` takes the model's form: one output is an array, several are a dict. Code that is to outlive another head
+    of the model reads `named` or `array`, which are always the same.
+
+    Args:
+        outputs: array (n, *row shape) of the spec's dtype (a list of n arrays for an output of variable size), or a
+            dict of these by name if the model has several outputs.
+        version: of the weights, the oldest used; 0: the weights as loaded.
+        only: the name of the output if it is the only one.
+
+    Example:
+        reply = model.infer_reply(observations)
+        actions, version = reply.array, reply.version
+        values = reply.named["value"]
+    """
 
     outputs: Any
     version: int
+    only: str = field(default="", repr=False, compare=False)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The outputs by name, also if there is one."""
+        return self.outputs if isinstance(self.outputs, dict) else {self.only: self.outputs}
+
+    @property
+    def array(self) -> Any:
+        """The only output. Raises SpecMismatch if the model has several, and names them."""
+        if isinstance(self.outputs, dict):
+            raise SpecMismatch(
+                f"this reply has the outputs {', '.join(self.outputs)}: expected a single one; take one by its name, "
+                f"reply.named[{next(iter(self.outputs))!r}]"
+            )
+        return self.outputs
 
 
 class Ticket:
@@ -219,7 +250,8 @@ class Ticket:
         """Copy the outputs, free the rows and return the reply."""
         if self._reply is None:
             answer = self._checked()
-            reply = Reply(shaped(self._lane.codec.take(self._lane.columns, self.first, self.rows)), answer.version)
+            codec = self._lane.codec
+            reply = Reply(shaped(codec.take(self._lane.columns, self.first, self.rows)), answer.version, codec.only)
             if self._reply is None:  # else a nested call has collected them, and the rows may be others' meanwhile
                 self._reply = reply
             self._lane.give(self._run)

@@ -186,7 +186,7 @@ def test_a_version_that_is_named_must_be_the_members_newest(make):
     publishers[1].publish(grouped.own[1])
     grouped.wait_for(1, 1)
     models = [grouped.server.model(f"agent{i}") for i in range(3)]
-    tickets = [model.submit(rows(1), version=version) for model, version in zip(models, (1, 1, 0), strict=True)]
+    tickets = [model.submit(rows(1), version=version) for model, version in zip(models, (1, 1, None), strict=True)]
     with pytest.raises(Refused, match="version 1 is not held, 0 is"):
         tickets[0].result()
     assert [tickets[i].result().version for i in (1, 2)] == [1, 0]

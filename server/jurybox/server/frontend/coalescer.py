@@ -397,12 +397,12 @@ class RequestCoalescer:
                 reply = await ticket.result_async(seconds)
                 computed, version = reply.outputs, reply.version
             elif self._sessions is None:
-                reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version)
+                reply = await self._model.infer_reply_async(inputs, timeout=seconds, version=first.version or None)
                 computed, version = reply.outputs, reply.version
             else:
                 begins = {number: begin for request in batch for number, begin in (request.sessions or {}).items()}
                 computed = await self._sessions.infer_async(
-                    inputs, list(begins), list(begins.values()), timeout=seconds, version=first.version
+                    inputs, list(begins), list(begins.values()), timeout=seconds, version=first.version or None
                 )
                 version = self._sessions.version  # no other task runs between the end of infer_async and here
         except RowFailed as error:

@@ -335,7 +335,7 @@ class LeasedModel:
         """
         try:
             model = self._model or self._open()
-            ticket = model.submit(rows, timeout=_CALL_TIMEOUT, version=version)
+            ticket = model.submit(rows, timeout=_CALL_TIMEOUT, version=version or None)
         except _AWAY:
             self.close()
             return lambda: self.infer(rows, fresh, version)
@@ -369,7 +369,7 @@ class LeasedModel:
         while True:
             try:
                 model = self._model or self._open()
-                reply = model.infer_reply(rows, timeout=_CALL_TIMEOUT, version=version)
+                reply = model.infer_reply(rows, timeout=_CALL_TIMEOUT, version=version or None)
             except _AWAY:
                 self.close()
                 published_until = None
