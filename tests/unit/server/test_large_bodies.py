@@ -1,4 +1,4 @@
-"""A large body is decoded in a thread, one at a time for all doors, on every way over HTTP that reads one."""
+"""A large body is decoded in a thread, one at a time for all doors, on every way in that reads one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jurybox import native
 from jurybox.protocol.errors import Busy
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.dialects import cosmos, json_dialects, pickle_dialects, robometer
 from jurybox.server.gateway.dialects.router import DialectPaths, applications
 from jurybox.server.gateway.inference import http_inference
+from jurybox.server.gateway.robots import gr00t, lerobot, openpi
 from jurybox.server.gateway.robots.act import ActDoor
+from jurybox.server.gateway.robots.counters import PortCounters
+from jurybox.server.gateway.robots.msgpack_arrays import Malformed
+from jurybox.server.security import limits
 from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
 from jurybox.server.security.pace import HEAVY, Turns
@@ -130,7 +135,8 @@ class Seen:
 
         monkeypatch.setattr(Turns, "alone", alone)
         decoders = (json, "loads"), (json_dialects, "parsed"), (pickle_dialects, "loads"), (cosmos, "_split")
-        for module, name in (*decoders, (robometer, "_parts")):
+        robots = (openpi, "unpackb"), (gr00t, "_read"), (lerobot, "observed")
+        for module, name in (*decoders, (robometer, "_parts"), *robots):
             self._watch(monkeypatch, module, name)
 
     def _watch(self, monkeypatch, module, name):
@@ -174,6 +180,39 @@ def test_a_small_body_that_grows_is_unpacked_alone_and_a_small_one_at_once(seen)
             large = JSON.replace(b'"parameters": {}', b'"ready": true')
             assert await doors.ask(path, gzip.compress(large), packed) == 429
             assert seen.alone == 2  # to be unpacked and to be parsed
+
+    asyncio.run(run())
+    assert not seen.elsewhere
+
+
+async def stream(*messages):
+    for message in messages:
+        yield message
+
+
+ROBOTS = {
+    "openpi": openpi.RobotServer._read,
+    "gr00t": lambda door, body: gr00t.Gr00tDoor._answer(door, None, body),
+    "lerobot": lambda door, body: lerobot.LeRobotDoor.observe(door, stream(body), None),
+}
+
+
+@pytest.mark.parametrize("speaks", ROBOTS)
+def test_every_robots_door_decodes_a_large_message_alone_and_a_small_one_at_once(seen, monkeypatch, speaks):
+    async def whole(messages, *_):
+        return b"".join([message async for message in messages])
+
+    monkeypatch.setattr(lerobot, "joined", whole)
+
+    async def run():
+        access = Access()
+        door = SimpleNamespace(turns=Turns(), access=access, budget=access.budget(), counters=PortCounters())
+        robot = SimpleNamespace(account=native.Account(door.budget, limits.ROBOTS))
+        door._robots = SimpleNamespace(of=lambda _: robot)
+        for size in (1, HEAVY):
+            with pytest.raises(Malformed):  # each has read it to its end
+                await ROBOTS[speaks](door, b"\xc1" * size)
+            assert seen.alone == (size == HEAVY)
 
     asyncio.run(run())
     assert not seen.elsewhere

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from jurybox import native
 from jurybox.protocol.errors import Error, ModelFailed, said
@@ -22,7 +22,6 @@ from jurybox.server.security.limits import Limited
 from jurybox.server.security.pace import Turns
 
 PATIENCE = 5.0  # seconds that a robot waits for a place
-_MOST_IN_LOOP = 1 << 20  # bytes of the largest message that is decoded in the event loop, not in a thread
 # By `speaks` of [robots.NAME]. A door is imported where there is one: some need gRPC.
 _DOORS = {
     "openpi": "openpi:RobotServer",
@@ -31,8 +30,6 @@ _DOORS = {
     "lerobot": "lerobot:LeRobotDoor",
 }
 _log = logging.getLogger("jurybox.gateway.robots")
-T = TypeVar("T")
-Message = TypeVar("Message", bound=Sized)
 
 
 class RobotDoor:
@@ -131,11 +128,6 @@ class RobotDoor:
             self.counters.failed(failure)
             raise failure from error
         delays.answered(time.monotonic() - began, None)
-
-
-async def decoded(decode: Callable[[Message], T], message: Message) -> T:
-    """Return a decoded message; a thread decodes a large one, while the event loop serves others."""
-    return decode(message) if len(message) <= _MOST_IN_LOOP else await asyncio.to_thread(decode, message)
 
 
 def door(name: str, settings: Mapping[str, Any], *arguments: Any) -> RobotDoor:

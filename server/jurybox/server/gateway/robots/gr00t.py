@@ -25,7 +25,7 @@ from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.npy import npy_file
 from jurybox.server.gateway.rep_server import RepPeer, RepServer
 from jurybox.server.gateway.robots.counters import RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
 from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation, modality_document
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import RobotEpisode
@@ -87,7 +87,7 @@ class Gr00tDoor(RobotDoor):
         try:
             if body is None:
                 raise Malformed("expected one frame from a REQ socket, came another number")
-            request = await decoded(_read, body)
+            request = await self.turns.decoded(_read, body)
         except Malformed as error:
             self.counters.failed(error)
             raise

@@ -22,7 +22,7 @@ import numpy as np
 from jurybox.protocol.errors import Error, Refused, plain, said
 from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.gateway.robots.counters import RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
 from jurybox.server.gateway.robots.lerobot_features import RobotFeatures
 from jurybox.server.gateway.robots.lerobot_messages import Observed, actions_message, joined, observed, setup_of
 from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot, LeRobotRobots
@@ -106,7 +106,7 @@ class LeRobotDoor(RobotDoor):
         try:
             body = await joined(messages, charge, self.access.max_message)
             charge.take(len(body))  # and its arrays
-            found = await decoded(observed, body)
+            found = await self.turns.decoded(observed, body)
             kept = robot.keep(found, charge)
         except Error as error:
             self.counters.failed(error)

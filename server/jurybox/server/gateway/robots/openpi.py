@@ -27,7 +27,7 @@ from jurybox.protocol.errors import Busy, Error, plain, said
 from jurybox.server.gateway.http_server import GRACE, TURN, bound_name
 from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConnection
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
-from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor, decoded
+from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import ACTIONS, RobotEpisode
 from jurybox.server.security.doors import RETRY_AFTER, refusal
@@ -169,7 +169,7 @@ class RobotServer(RobotDoor):
         received, answers = Charge(self.budget, account), Charge(self.budget, account, ANSWERS)
         try:
             received.take(2 * len(frame))  # and its arrays
-            request = await _read(frame)
+            request = await self._read(frame)
             report = ChunkReport(request.pop(REPORT)) if REPORT in request else None
             within = _seconds(request.pop(ANSWER_WITHIN)) if ANSWER_WITHIN in request else None
             reply, observed = await dialect.answered(episode, request, within)
@@ -188,14 +188,13 @@ class RobotServer(RobotDoor):
             delays.answered(seconds, report)
         return True
 
-
-async def _read(frame: str | bytes) -> dict[str, Any]:
-    if isinstance(frame, str):
-        raise Malformed("expected a binary frame with a msgpack map (an observation), came a text frame")
-    found = await decoded(unpackb, frame)
-    if not isinstance(found, dict):
-        raise Malformed(f"expected a map (an observation), came {type(found).__name__}")
-    return found
+    async def _read(self, frame: str | bytes) -> dict[str, Any]:
+        if isinstance(frame, str):
+            raise Malformed("expected a binary frame with a msgpack map (an observation), came a text frame")
+        found = await self.turns.decoded(unpackb, frame)
+        if not isinstance(found, dict):
+            raise Malformed(f"expected a map (an observation), came {type(found).__name__}")
+        return found
 
 
 def _seconds(within: Any) -> float:
