@@ -295,7 +295,7 @@ def _escaped(text: str) -> str:
 
 
 class LogLimiter:
-    """Limits frequent log events: at most one per second for each event and model, with a count.
+    """Limits frequent log events: at most one per second for each event, model and dialect, with a count.
 
     Args:
         report: called with (event, **fields); the field "times" is the count if it is more than one.
@@ -305,10 +305,12 @@ class LogLimiter:
     def __init__(self, report: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
         self._clock = clock
-        self._kinds: dict[tuple[str, object], tuple[float, int, dict[str, Any]]] = {}  # next time, count, last fields
+        self._kinds: dict[
+            tuple[str, object, object], tuple[float, int, dict[str, Any]]
+        ] = {}  # next time, count, fields
 
     def __call__(self, event: str, **fields: Any) -> None:
-        kind, now = (event, fields.get("model")), self._clock()
+        kind, now = (event, fields.get("model"), fields.get("dialect")), self._clock()
         due, times, _ = self._kinds.get(kind, (now, 0, {}))
         if now < due:
             self._kinds[kind] = due, times + 1, fields
@@ -323,11 +325,11 @@ class LogLimiter:
         if not self._kinds:
             return
         now = self._clock()
-        for (event, model), (due, times, fields) in list(self._kinds.items()):
+        for kind, (due, times, fields) in list(self._kinds.items()):
             if now >= due:
-                del self._kinds[event, model]
+                del self._kinds[kind]
                 if times:
-                    self._say(event, times, fields)
+                    self._say(kind[0], times, fields)
 
     def _say(self, event: str, times: int, fields: dict[str, Any]) -> None:
         self._report(event, **fields, **({"times": times} if times > 1 else {}))

@@ -21,7 +21,7 @@ from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference
 from jurybox.server.gateway.inference.http_forms import protocol_of
 from jurybox.server.gateway.inference.inference import OpenInference
-from jurybox.server.logs import Log, configure
+from jurybox.server.logs import Log, LogLimiter, configure
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.handshakes import WithHandshakes
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _SWITCH = 0.0005  # switch interval, s: a busy loop delays the thread that receives answers by it (Python's: 5 ms)
 _KEPT = 64 << 20  # bytes of freed memory kept for messages and images: mapping it anew costs as much as decoding one
+_REPORTED = 1.0  # seconds between two lines of one kind that clients cause
 _LOOK = 0.005  # seconds between two looks whether everything is answered
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
@@ -122,6 +123,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     watched = [door.connections for door in (http, *dialects.values(), rpc, *robots.values()) if door is not None]
     watching = asyncio.create_task(Watch(budget, watched).run())
     leasing = [asyncio.create_task(intake.lease()) for intake in (routes.intakes if routes else ())]
+    reporting = asyncio.create_task(_flushed(routes.reports)) if routes else None
     serving = [server for server in (http, *dialects.values()) if server is not None]
 
     ends = [door.ended for door in (rpc, *robots.values()) if door is not None]
@@ -143,8 +145,9 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             served = await _until(stop, serving, close, ends)
     finally:
         draining.cancel()
-        for task in (watching, *leasing):
-            task.cancel()
+        for task in (watching, reporting, *leasing):
+            if task is not None:
+                task.cancel()
         if rpc is not None:
             await rpc.stop()
         await asyncio.gather(*(robot.stop() for robot in robots.values()))
@@ -192,6 +195,13 @@ def _robot_doors(
         name: door(name, {**settings, "grpc_http2": http2}, frontend, access, doors, budget, turns)
         for name, settings in robots.items()
     }
+
+
+async def _flushed(reports: LogLimiter) -> None:
+    """Log every second what has come since the last line of its kind."""
+    while True:
+        await asyncio.sleep(_REPORTED)
+        reports.flush()
 
 
 class _Doorway(Protocol):

@@ -120,6 +120,7 @@ class DialectRoutes(NamedTuple):
         refusals: write the refusals of bodies that the dialects do not receive, by path.
         ports: the applications of the dialects with their own port, with their refusals, by name.
         intakes: the intakes of all dialects.
+        reports: logs why there was no reward; flush it every second.
     """
 
     paths: APIRouter
@@ -127,6 +128,7 @@ class DialectRoutes(NamedTuple):
     refusals: dict[str, Refusal]
     ports: dict[str, tuple[ASGIApp, dict[str, Refusal]]]
     intakes: list[Intake]
+    reports: LogLimiter
 
 
 def applications(
@@ -152,7 +154,7 @@ def applications(
     refusals: dict[str, Refusal] = {}
     ports: dict[str, tuple[ASGIApp, dict[str, Refusal]]] = {}
     intakes: list[Intake] = []
-    pool = ThreadPool()
+    pool, reports = ThreadPool(), LogLimiter(log.warning)
     for name, settings in dialects.items():
         size = settings["resize"]
         intake = Intake(
@@ -171,7 +173,7 @@ def applications(
         )
         intakes.append(intake)
         dialect = _DIALECTS[settings["speaks"] or name]
-        report = _reporter(log, name)
+        report = _reporter(reports, name)
         answers = dialect.answers(intake, report)
         refused = partial(_refusal, dialect, report)
         ends = partial(_answered, name, dialect, log, report, doors, partial(late.update, [settings["model"]]))
@@ -186,7 +188,7 @@ def applications(
             app.add_middleware(NeverCached)
             app.include_router(own)
             ports[name] = DialectPaths(app, its), dict.fromkeys(its, refused)
-    return DialectRoutes(paths, endpoints, refusals, ports, intakes)
+    return DialectRoutes(paths, endpoints, refusals, ports, intakes, reports)
 
 
 def _add(
@@ -255,7 +257,6 @@ def _refusal(
     return reply.status, reply.fields(), reply.body
 
 
-def _reporter(log: Log, name: str) -> Callable[[str], None]:
+def _reporter(reports: LogLimiter, name: str) -> Callable[[str], None]:
     """Return a function that logs why there was no reward, once a second at most: clients cause any number of these."""
-    limited = LogLimiter(log.warning)
-    return lambda why: limited("no reward", dialect=name, reason=why)
+    return lambda why: reports("no reward", dialect=name, reason=why)
