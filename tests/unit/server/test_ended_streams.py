@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jurybox import native
-from jurybox.server.gateway.grpc_calls import Call
+from jurybox.server.gateway.grpc_call import Call
 from jurybox.server.security.limits import budget_of
 
 

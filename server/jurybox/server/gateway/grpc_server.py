@@ -24,13 +24,12 @@ from jurybox import native
 from jurybox.protocol.control_pb2 import StatusMessage, StatusRequest
 from jurybox.server.frontend.source import StatusSource
 from jurybox.server.gateway.grpc_calls import Calls
-from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.grpc import Direct, Guarding, interceptors, limits, open_port
 from jurybox.server.security.limits import Limited
 from jurybox.server.security.pace import Turns
-from jurybox.server.settings.endpoints import CannotListen, listen, split_host
+from jurybox.server.settings.endpoints import CannotListen, bound_name, listen, split_host
 
 Readiness = Callable[[], Awaitable[list[str]]]
 

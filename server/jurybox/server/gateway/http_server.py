@@ -25,13 +25,7 @@ from jurybox.server.security.doors import RETRY_AFTER, Doors
 from jurybox.server.security.http import ACCOUNT, READING, Refusal, guarded
 from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, SILENCE, Limited
 from jurybox.server.security.pace import HEAP, Turns
-from jurybox.server.settings.endpoints import listen, split_host
-
-
-def bound_name(host: str, port: int) -> str:
-    """Return "host:port", with brackets for IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
+from jurybox.server.settings.endpoints import bound_name, listen, split_host
 
 try:
     import httptools

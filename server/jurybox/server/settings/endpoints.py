@@ -25,6 +25,11 @@ def split_host(text: str) -> tuple[str, int]:
     return match["six"] or match["host"], int(match["port"])
 
 
+def bound_name(host: str, port: int) -> str:
+    """Return "host:port", with brackets for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def check_host_port(text: str) -> str:
     """Validate a "host:port". Raises ValueError."""
     split_host(text)

@@ -21,7 +21,6 @@ import numpy as np
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.gateway.http_server import bound_name
 from jurybox.server.gateway.npy import npy_file
 from jurybox.server.gateway.rep_server import RepPeer, RepServer
 from jurybox.server.gateway.robots.counters import RobotDelays
@@ -30,7 +29,7 @@ from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation, 
 from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpackb
 from jurybox.server.gateway.robots.policy import RobotEpisode
 from jurybox.server.security.limits import ROBOTS, Limited
-from jurybox.server.settings.endpoints import listen
+from jurybox.server.settings.endpoints import bound_name, listen
 
 _PONG = {"status": "ok", "message": "Server is running"}
 _WHOLE = {"observation", "options"}  # of N1.6

@@ -24,7 +24,7 @@ from jurybox import native
 from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
-from jurybox.server.gateway.http_server import GRACE, TURN, bound_name
+from jurybox.server.gateway.http_server import GRACE, TURN
 from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConnection
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
@@ -32,7 +32,7 @@ from jurybox.server.gateway.robots.msgpack_arrays import Malformed, packb, unpac
 from jurybox.server.gateway.robots.policy import ACTIONS, RobotEpisode
 from jurybox.server.security.doors import RETRY_AFTER, refusal
 from jurybox.server.security.limits import ANSWERS, Charge, Limited
-from jurybox.server.settings.endpoints import listen
+from jurybox.server.settings.endpoints import bound_name, listen
 
 VLLM_OMNI = "/v1/realtime/robot/openpi"  # the path of vllm-omni's variant
 _MOST_WITHIN = 86_400.0  # seconds, largest `answer_within` of a request
