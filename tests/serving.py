@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib.util
 import os
@@ -15,7 +16,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 
 from jurybox import native
 from jurybox.client import Server, connect
@@ -84,16 +84,16 @@ class RunningServer(ServerElsewhere):
         return self.log.read_text()
 
 
-def http_server_of_h11() -> ModuleType:
-    """The gateway's HTTP server as it is where httptools is missing."""
-    from jurybox.server.gateway import http_server
+def connection_of_h11() -> type[asyncio.Protocol]:
+    """The connections of the gateway's HTTP server as they are where httptools is missing."""
+    from jurybox.server.gateway import http_parsers
 
-    spec = importlib.util.spec_from_file_location("http_server_of_h11", http_server.__file__)
+    spec = importlib.util.spec_from_file_location("http_parsers_of_h11", http_parsers.__file__)
     module = importlib.util.module_from_spec(spec)
     with unittest.mock.patch.dict(sys.modules, {"uvicorn.protocols.http.httptools_impl": None}):
         spec.loader.exec_module(module)
     assert module.HttpToolsProtocol is None
-    return module
+    return module.Connection
 
 
 def children_of(pid: int) -> list[int]:

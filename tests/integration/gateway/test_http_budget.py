@@ -17,9 +17,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from tests.serving import http_server_of_h11, wait_until
+from tests.serving import connection_of_h11, wait_until
 
-from jurybox.server.gateway import http_server
+from jurybox.server.gateway import http_connection
+from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.security import limits
 from jurybox.server.security.access import Access
 from jurybox.server.security.limits import ANSWERS, HTTP, HTTP_CONNECTIONS, RECEIVED, Watch
@@ -46,12 +47,11 @@ async def echo(request: Request) -> Response:
 class Served:
     """An HTTP server in a thread of its own."""
 
-    def __init__(self, module):
+    def __init__(self, protocol):
         access = Access(max_message=MIB)
-        self.module = module
         self.budget = access.budget()
         app = Starlette(routes=[Route("/large", large), Route("/slow", slow), Route("/echo", echo, methods=["POST"])])
-        self.server = module.HttpServer("127.0.0.1:0", app, access, budget=self.budget)
+        self.server = HttpServer("127.0.0.1:0", app, access, protocol=protocol, budget=self.budget)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
@@ -79,13 +79,13 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=["httptools", "h11"])
-def module(request):
-    return http_server_of_h11() if request.param == "h11" else http_server
+def protocol(request):
+    return connection_of_h11() if request.param == "h11" else None
 
 
 @pytest.fixture(scope="module")
-def served(module):
-    served = Served(module)
+def served(protocol):
+    served = Served(protocol)
     yield served
     served.close()
 
@@ -192,8 +192,8 @@ def test_a_request_that_does_not_go_on_is_ended(served, client, part):
 
 
 def test_idle_connections_make_room_for_a_client(served, monkeypatch):
-    monkeypatch.setattr(served.module, "HTTP_CONNECTIONS", 8)
-    monkeypatch.setattr(served.module, "_LULL", 0.0)
+    monkeypatch.setattr(http_connection, "HTTP_CONNECTIONS", 8)
+    monkeypatch.setattr(http_connection, "_LULL", 0.0)
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(contextlib.closing(served.connected()))
@@ -216,7 +216,7 @@ def test_hundreds_of_connections_that_say_nothing_let_a_client_in_and_cost_nothi
 
 
 def test_a_connection_beyond_those_in_use_is_told_so(served, monkeypatch):
-    monkeypatch.setattr(served.module, "HTTP_CONNECTIONS", 8)
+    monkeypatch.setattr(http_connection, "HTTP_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(contextlib.closing(served.connected())).sendall(b"POST /echo HT")
@@ -242,7 +242,7 @@ def test_requests_that_are_none_write_one_line_a_second_to_the_log(served, clien
     assert 1 <= len(lines()) <= 2 + time.monotonic() - began
 
 
-def test_many_connections_that_pipeline_leave_half_of_the_time_to_one_that_waits_for_its_answers(module):
+def test_many_connections_that_pipeline_leave_half_of_the_time_to_one_that_waits_for_its_answers(protocol):
     """All in one event loop, so that what is counted are turns and not seconds."""
     others, asks = 60, 40
     done, between = [0], []
@@ -269,7 +269,7 @@ def test_many_connections_that_pipeline_leave_half_of_the_time_to_one_that_waits
 
     async def run():
         app = Starlette(routes=[Route("/count", count), Route("/mine", lambda _: Response("x"))])
-        server = module.HttpServer("127.0.0.1:0", app, Access(max_message=MIB))
+        server = HttpServer("127.0.0.1:0", app, Access(max_message=MIB), protocol=protocol)
         serving = asyncio.create_task(server.run())
         floods = [asyncio.create_task(flood(server.port)) for _ in range(others)]
         while done[0] < 10 * others:  # noqa: ASYNC110

@@ -17,10 +17,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from tests.serving import http_server_of_h11, wait_until, walls
+from tests.serving import connection_of_h11, wait_until, walls
 
 from jurybox import native
-from jurybox.server.gateway import http_server
+from jurybox.server.gateway import http_connection
+from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.process import _loop
 from jurybox.server.security import limits
 from jurybox.server.security.access import Access
@@ -49,7 +50,7 @@ def pickled(error):
 class Served:
     """An HTTP server in a thread of its own, over TLS if there is a folder for its certificate."""
 
-    def __init__(self, module, loop, folder, secret=None):
+    def __init__(self, protocol, loop, folder, secret=None):
         self.verify, files = None, {}
         if folder is not None:
             files = {key: value for key, value in walls(folder, "-").items() if key.startswith("tls")}
@@ -59,8 +60,15 @@ class Served:
         routes = [Route("/echo", slow_echo, methods=["POST"]), Route("/own", slow_echo, methods=["POST"])]
         app = Starlette(routes=[*routes, Route("/deaf", deaf, methods=["POST"])])
         access = Access(secret=secret, max_message=MOST, **files)
-        self.server = module.HttpServer("127.0.0.1:0", app, access, budget=self.budget, refusals={"/own": pickled},
-                                 doors=self.doors)  # fmt: skip
+        self.server = HttpServer(
+            "127.0.0.1:0",
+            app,
+            access,
+            protocol=protocol,
+            budget=self.budget,
+            refusals={"/own": pickled},
+            doors=self.doors,
+        )
         self.loop = loop
         self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(self.server.run()), daemon=True)
         self.thread.start()
@@ -90,9 +98,8 @@ def ways(request, tmp_path):
     protocol, _, other = request.param.partition(" ")
     if protocol == "https" and shutil.which("openssl") is None:
         pytest.skip("needs the openssl command")
-    module = http_server_of_h11() if other == "h11" else http_server
     loop = asyncio.new_event_loop() if other == "asyncio" else _loop()
-    return module, loop, tmp_path if protocol == "https" else None
+    return connection_of_h11() if other == "h11" else None, loop, tmp_path if protocol == "https" else None
 
 
 @pytest.fixture
@@ -174,7 +181,7 @@ def test_a_body_that_comes_after_the_doors_have_closed_gets_its_refusal(served, 
 
 
 def test_a_connection_too_many_gets_a_refusal(ways, monkeypatch):
-    monkeypatch.setattr(ways[0], "HTTP_CONNECTIONS", 1)
+    monkeypatch.setattr(http_connection, "HTTP_CONNECTIONS", 1)
     served = Served(*ways)
     try:
         with served.connected() as first:
@@ -195,8 +202,8 @@ def test_a_client_that_never_ends_sending_is_ended(served):
             connection.sendall(head(size=10**18).encode())
             assert b" 413 " in connection.recv(100)
         wait_until(lambda: len(lingers()) == 2, 20, "both are waited for")
-        served.call(served.watch.check, time.monotonic() + http_server.PAUSE / 2)
+        served.call(served.watch.check, time.monotonic() + http_connection.PAUSE / 2)
         assert len(lingers()) == 2
         endless.sendall(bytes(MIB))
-        served.call(served.watch.check, time.monotonic() + http_server.LINGER + 1)
+        served.call(served.watch.check, time.monotonic() + http_connection.LINGER + 1)
         wait_until(lambda: not served.server.connections(), 20, "they are ended")

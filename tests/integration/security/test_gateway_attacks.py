@@ -26,7 +26,7 @@ from jurybox.client import ModelNotFound, Refused, connect
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.protocol.wire import MAX_CONTROL, MAX_NAME
-from jurybox.server.gateway import http_server
+from jurybox.server.gateway import http_parsers, http_server
 from jurybox.server.security.access import Access
 
 LOCAL = "127.0.0.1:0"
@@ -504,7 +504,7 @@ def test_the_http_parser_is_the_one_with_limits_whatever_is_installed():
     try:
         config = server._uvicorn.config
         config.load()
-        assert issubclass(config.http_protocol_class, http_server.Connection)
+        assert issubclass(config.http_protocol_class, http_parsers.Connection)
         assert config.ws_protocol_class is None
     finally:
         server._listener.close()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jurybox.server.gateway.http_server import ConnectionTransport, _Paced
+from jurybox.server.gateway.http_connection import ConnectionTransport, Paced
 from jurybox.server.gateway.process import _loop
 from jurybox.server.security import pace as module
 from jurybox.server.security.pace import _ACTIVE as ACTIVE
@@ -251,7 +251,7 @@ def upload(size, *, others, pauses=False, ends=False):
         rest = turns.rest
         turns.rest = lambda *asked: rests.append(rest(*asked)) or rests[-1]
 
-        class Connection(_Paced, Reader):
+        class Connection(Paced, Reader):
             def go_on(self):
                 super().go_on()
                 gone_on.set()

@@ -65,7 +65,7 @@ class Small:
 
 
 class Large:
-    """A connection whose sender has more for every read, at once or later; read as `http_server._Paced` does."""
+    """A connection whose sender has more for every read, at once or later; read as `http_connection.Paced` does."""
 
     def __init__(self, loop, turns, read, after):
         self.loop, self.turns, self.read, self.after, self.reads = loop, turns, read, after, 0

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jurybox import native
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, error_for, said
-from jurybox.server.gateway.http_server import TURN
+from jurybox.server.gateway.http_connection import TURN
 from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.limits import ANSWERS, Charge, Limited

@@ -19,7 +19,8 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, said
-from jurybox.server.gateway.http_server import TURN, Connection
+from jurybox.server.gateway.http_connection import TURN
+from jurybox.server.gateway.http_parsers import Connection
 from jurybox.server.gateway.inference import http_inference, http_json
 from jurybox.server.gateway.inference.forms import FormRequest, Forms
 from jurybox.server.gateway.inference.inference import OpenInference

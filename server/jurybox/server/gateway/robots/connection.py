@@ -20,7 +20,7 @@ from websockets.streams import StreamReader
 
 from jurybox import native
 from jurybox.protocol.errors import plain
-from jurybox.server.gateway.http_server import ConnectionTransport
+from jurybox.server.gateway.http_connection import ConnectionTransport
 from jurybox.server.security.limits import RECEIVED, ROBOTS, SILENCE, refusal
 from jurybox.server.security.pace import HEAP, Turns
 

@@ -24,7 +24,8 @@ from jurybox import native
 from jurybox.client import SessionLost, SpecMismatch
 from jurybox.client.chunks import ANSWER_WITHIN, REPORT
 from jurybox.protocol.errors import Busy, Error, plain, said
-from jurybox.server.gateway.http_server import GRACE, TURN
+from jurybox.server.gateway.http_connection import TURN
+from jurybox.server.gateway.http_server import GRACE
 from jurybox.server.gateway.robots.connection import TRY_AGAIN_LATER, RobotConnection
 from jurybox.server.gateway.robots.counters import ChunkReport, RobotDelays
 from jurybox.server.gateway.robots.door import PATIENCE, RobotDoor
