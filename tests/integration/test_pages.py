@@ -248,7 +248,7 @@ def test_toml_is_a_valid_configuration(block, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("has_example", [True, False])
 def test_the_pages_detector_for_geneval_is_loaded_by_its_configuration(tmp_path, has_example) -> None:
     """It is computed with its own example, since made-up text is no JSON; without one, the error says so."""
-    shown = files_of("docs/dialects.md")["my_detector.py"]
+    shown = files_of("docs/dialects_flow_grpo.md")["my_detector.py"]
     (tmp_path / "my_detector.py").write_text(shown if has_example else re.sub(r" +example=.*\n", "", shown))
     toml = next(block.text for block in of("toml") if "my_detector:geneval" in block.text)
     (tmp_path / "shown.toml").write_text(toml.replace("port = 18085", "port = 0"))

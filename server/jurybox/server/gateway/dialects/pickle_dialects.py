@@ -51,7 +51,7 @@ def _geneval(intake: Intake, given: dict[str, Any], extra: dict[str, Any]) -> Re
     if missing := [name for name in JUDGED if name not in intake.rewards]:
         raise Refused(
             f"GenEval's requests ('meta_datas') need a panel with the members {' and '.join(JUDGED)}, see "
-            f"docs/dialects.md; {', '.join(missing)} is missing in {intake.reward!r}"
+            f"docs/dialects_flow_grpo.md; {', '.join(missing)} is missing in {intake.reward!r}"
         )
     pictures = listed(given, "images")
     described = listed(extra, "meta_datas", len(pictures))
