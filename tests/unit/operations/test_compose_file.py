@@ -7,7 +7,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from jurybox.server.settings.config import load_settings, require_loadable_from_elsewhere
+from jurybox.server.settings.config import load_settings
+from jurybox.server.settings.loadable import require_loadable_from_elsewhere
 from jurybox.training.cli import train
 
 ROOT = Path(__file__).parents[3]

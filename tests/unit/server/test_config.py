@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jurybox.protocol.errors import Refused
-from jurybox.server.settings import config as config_module
+from jurybox.server.settings import server_settings
 from jurybox.server.settings.config import (
     Configuration,
     InvalidConfig,
@@ -344,20 +344,20 @@ def test_a_lane_has_few_enough_rows_for_a_crowd_to_find_room():
 
 def test_every_device_gets_its_replicas(monkeypatch):
     assert ServerSettings(devices=["cuda:0", "cpu"], replicas=2).engine_devices() == ["cuda:0", "cuda:0", "cpu", "cpu"]
-    monkeypatch.setattr(config_module, "visible_cuda_devices", lambda: 2)
+    monkeypatch.setattr(server_settings, "visible_cuda_devices", lambda: 2)
     assert ServerSettings().engine_devices() == ["cuda:0", "cuda:1"]
-    monkeypatch.setattr(config_module, "visible_cuda_devices", lambda: 0)
+    monkeypatch.setattr(server_settings, "visible_cuda_devices", lambda: 0)
     assert ServerSettings().engine_devices() == ["cpu"]
 
 
 def test_more_engines_than_a_server_has_are_refused(monkeypatch):
-    monkeypatch.setattr(config_module, "visible_cuda_devices", lambda: 8)
+    monkeypatch.setattr(server_settings, "visible_cuda_devices", lambda: 8)
     with pytest.raises(Refused, match=r"replicas = 16 on 8 devices makes 128 engines"):
         ServerSettings(replicas=16).engine_devices()
 
 
 def test_engines_share_half_the_cores(monkeypatch):
-    monkeypatch.setattr(config_module.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(server_settings.os, "sched_getaffinity", lambda _: set(range(16)))
     assert ServerSettings(devices=["cpu"]).engine_threads() == 8
     assert ServerSettings(devices=["cpu"], replicas=3).engine_threads() == 2
     assert ServerSettings(devices=["cpu"], replicas=64).engine_threads() == 1

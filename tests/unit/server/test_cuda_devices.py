@@ -76,11 +76,11 @@ def test_the_driver_is_queried_in_a_separate_process():
 
 
 def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch):
-    from jurybox.server.settings import config
+    from jurybox.server.settings import config, server_settings
 
     def told(devices, *, has_cuda, visible):
-        monkeypatch.setattr(config, "torch_has_cuda", lambda: has_cuda)
-        monkeypatch.setattr(config, "visible_cuda_devices", lambda: visible)
+        monkeypatch.setattr(server_settings, "torch_has_cuda", lambda: has_cuda)
+        monkeypatch.setattr(server_settings, "visible_cuda_devices", lambda: visible)
         settings = config.Configuration.model_validate({"server": {"devices": devices}})
         return settings.server.missing_devices()
 
@@ -92,9 +92,9 @@ def test_a_named_device_that_is_not_there_is_a_setting_that_is_wrong(monkeypatch
 
 
 def test_a_server_configured_with_a_missing_library_does_not_start(monkeypatch):
-    from jurybox.server.settings import config
+    from jurybox.server.settings import config, server_settings
 
-    monkeypatch.setattr(config, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(server_settings, "torch_has_cuda", lambda: False)
     settings = config.Configuration.model_validate(
         {"server": {"devices": ["cuda:0"]}, "models": {"a": {"factory": "tests.models:affine"}}}
     )

@@ -28,8 +28,8 @@ from jurybox.server.security import limits
 from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
 from jurybox.server.security.pace import HEAVY, Turns
-from jurybox.server.settings.config import DialectSettings
 from jurybox.server.settings.dialect_fields import FIELDS
+from jurybox.server.settings.door_settings import DialectSettings
 
 MIB = 1 << 20
 # Routes that read no body, or no more than the first bytes of it.

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 
 from jurybox.server.doctor.checks import examine
-from jurybox.server.settings.config import (
-    DialectSettings,
-    ModelSettings,
-    RobotSettings,
-    ServerSettings,
-    load_settings,
-)
+from jurybox.server.settings.config import ModelSettings, ServerSettings, load_settings
+from jurybox.server.settings.door_settings import DialectSettings, RobotSettings
 from jurybox.server.settings.sources import RESERVED_VARIABLES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()

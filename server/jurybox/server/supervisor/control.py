@@ -18,15 +18,9 @@ from jurybox.protocol.scoreboard import NORMAL, PAUSE_LOCK, PRIORITIES, Scoreboa
 from jurybox.protocol.segment import is_locked
 from jurybox.protocol.wire import MAX_CONTROL, PREFIX, build_version, prefix_error, require_name
 from jurybox.server.logs import traced
-from jurybox.server.settings.config import (
-    LONGEST_KEEP,
-    Configuration,
-    ModelSettings,
-    model_settings_from_json,
-    require_loadable,
-    require_loadable_from_elsewhere,
-)
+from jurybox.server.settings.config import Configuration, ModelSettings, model_settings_from_json
 from jurybox.server.settings.endpoints import bind_for_own_user
+from jurybox.server.settings.loadable import LONGEST_KEEP, require_loadable, require_loadable_from_elsewhere
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.engines import Engines
 from jurybox.server.supervisor.leases import LeasedLane, Leases

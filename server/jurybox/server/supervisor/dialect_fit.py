@@ -13,7 +13,7 @@ from jurybox.client.juror import score_output
 from jurybox.client.juror_rows import column_names
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
-from jurybox.server.settings.config import Configuration, DialectSettings, PanelSettings
+from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.dialect_fields import (
     FIELDS,
     FRAMES,
@@ -25,6 +25,7 @@ from jurybox.server.settings.dialect_fields import (
     PICTURE,
     TEXT,
 )
+from jurybox.server.settings.door_settings import DialectSettings, PanelSettings
 
 _AXES = {PICTURE: 3, FRAMES: 4}
 _CHANNELS = 3

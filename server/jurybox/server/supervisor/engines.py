@@ -13,7 +13,8 @@ from jurybox.protocol.scoreboard import EngineState, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.shm_rings import ShmRings
 from jurybox.protocol.timings import Timings
-from jurybox.server.settings.config import EngineSettings, ServerSettings
+from jurybox.server.settings.config import ServerSettings
+from jurybox.server.settings.model_settings import EngineSettings
 from jurybox.server.supervisor.bindings import Bindings
 from jurybox.server.supervisor.children import Child, Standby
 from jurybox.server.supervisor.interpreters import environment

@@ -24,7 +24,8 @@ from jurybox.protocol.wire import BEREFT
 from jurybox.server.doctor.packages import unsatisfied
 from jurybox.server.logs import Log, LogLimiter, traced
 from jurybox.server.memory import MemoryKills
-from jurybox.server.settings.config import Configuration, ModelSettings, named_factories
+from jurybox.server.settings.config import Configuration, ModelSettings
+from jurybox.server.settings.loadable import named_factories
 from jurybox.server.supervisor.children import Child, Watchdog, killed_from_outside, services
 from jurybox.server.supervisor.control import ControlHandlers, ControlSocket, Events
 from jurybox.server.supervisor.dialect_fit import require_answerable
