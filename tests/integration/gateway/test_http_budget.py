@@ -133,7 +133,7 @@ def test_a_connection_that_ends_is_freed_with_all_its_requests_and_not_by_the_co
             (one,) = set(served.server.connections()) - earlier
             requests = [weakref.ref(cycle) for cycle in getattr(one, "_cycles", (one.cycle,))]
             freed = [weakref.ref(one), *requests]
-            assert len(freed) == (2 if served.module.HttpToolsProtocol is None else 22)  # h11 parses one at a time
+            assert len(requests) in (1, 21)  # h11 parses one at a time
             del one
         DONE.set()
         wait_until(lambda: not any(ref() for ref in freed), 20, "nothing is left of it")
