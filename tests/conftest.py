@@ -24,6 +24,7 @@ import pytest
 from hypothesis import settings
 
 from jurybox.protocol.segment import directory
+from tests import preloaded
 
 # The same examples in every run, and no deadline: on a busy machine any of them may take long.
 # `pytest --hypothesis-profile thorough` looks further.
@@ -31,9 +32,19 @@ settings.register_profile("suite", max_examples=30, deadline=None, derandomize=T
 settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile("suite")
 
+# Most servers of tests are forked with their imports done. FRESH_SERVERS=1: all are started as a user's.
+preloaded.wanted = not os.environ.get("FRESH_SERVERS")
+
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_memory_of_our_own():
+def the_nursery_ends():
+    """When the last server has ended."""
+    yield
+    preloaded.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_memory_of_our_own(the_nursery_ends):
     """A folder in shared memory for this run alone: all files left in it are ours, and only they are removed."""
     if "MATRIX_SERVER" in os.environ:  # of another run, as is the folder
         yield str(directory())

@@ -16,10 +16,12 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from jurybox import native
 from jurybox.client import Server, connect
 from jurybox.protocol.segment import directory
+from tests import preloaded
 
 # Runs a server that is stopped when the process of the tests has ended in any way.
 BOUND = """
@@ -29,6 +31,9 @@ runpy.run_module("jurybox.server.cli", run_name="__main__", alter_sys=True)
 """
 _PIDFD_GETFD = 438  # the number of the system call, the same on all processors
 START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
+
+
+ServerProcess: TypeAlias = "subprocess.Popen[str] | preloaded.Process"
 
 
 class ServerElsewhere:
@@ -55,7 +60,7 @@ class ServerElsewhere:
 class RunningServer(ServerElsewhere):
     """A ``jurybox serve`` in a process group of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
+    def __init__(self, process: ServerProcess, address: str, log: Path) -> None:
         super().__init__(address)
         self.process = process
         self.log = log
@@ -64,10 +69,7 @@ class RunningServer(ServerElsewhere):
         """Process ids by role, of the oldest of each: a standby process started after the one that serves."""
         found = {"supervisor": self.process.pid}
         for child in children_of(self.process.pid):
-            try:
-                line = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            except (FileNotFoundError, ProcessLookupError):  # it died just now
-                continue
+            line = line_of(child).split(b"\0")
             if b"jurybox.server.gateway" in line:
                 found.setdefault("gateway", child)
             elif b"jurybox.server.relay" in line:
@@ -97,7 +99,29 @@ def connection_of_h11() -> type[asyncio.Protocol]:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The children of a process; those of a preloaded server's nursery are in its place."""
+    found = []
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        found += children_of(child) if name_of(child) == preloaded.NAME else [child]
+    return found
+
+
+def name_of(pid: int) -> str:
+    """The name of a process, "" if it is dead."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def line_of(pid: int) -> bytes:
+    """The command line of a process, of one that was forked preloaded its name; b"" if it is dead."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+    name = name_of(pid)
+    return f"jurybox.server.{name[8:]}".encode() if name.startswith("jurybox-") else line
 
 
 def config(models: dict[str, dict[str, object]], **server: object) -> str:
@@ -141,15 +165,19 @@ def launch(
     file = folder / "server.toml"
     file.write_text(config(models, **{"address": address, "http": "", "grpc": "", "devices": ["cpu"], **server}) + more)
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
+    environment = {**os.environ, **(env or {})}
     with log.open("a") as sink:
-        process = subprocess.Popen(
-            [*map(str, under), python, "-c", BOUND, "serve", str(file), *flags],
-            stdout=sink,
-            stderr=sink,
-            text=True,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
+        if preloaded.may_start(python, env, under):
+            process: ServerProcess = preloaded.serve([str(file), *flags], environment, sink.fileno())
+        else:
+            process = subprocess.Popen(
+                [*map(str, under), python, "-c", BOUND, "serve", str(file), *flags],
+                stdout=sink,
+                stderr=sink,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
     return RunningServer(process, address, log)
 
 

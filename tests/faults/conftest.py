@@ -30,6 +30,14 @@ def nothing_left():
         yield
 
 
+@pytest.fixture(scope="module")
+def started_anew():
+    """Servers of these tests are new interpreters, as a user's: none is forked with its imports done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.preloaded.wanted", False)
+        yield
+
+
 @pytest.fixture
 def server(tmp_path, nothing_left):
     """A server of the test's own, to be mistreated."""

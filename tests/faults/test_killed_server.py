@@ -10,6 +10,8 @@ from tests.serving import segments, serving, wait_until, wait_until_computing
 
 from jurybox.client import ServerGone, connect
 
+pytestmark = pytest.mark.usefixtures("started_anew")
+
 
 def gone(pid):
     try:

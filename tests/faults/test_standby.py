@@ -12,6 +12,7 @@ from tests.serving import children_of, serving, wait_until
 
 from jurybox.client import connect
 
+pytestmark = pytest.mark.usefixtures("started_anew")
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 

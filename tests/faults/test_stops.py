@@ -24,6 +24,7 @@ from jurybox.protocol.errors import Code
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 from jurybox.server.security.access import make_pair
 
+pytestmark = pytest.mark.usefixtures("started_anew")
 LOCAL = "127.0.0.1:0"
 MOOD = 100_000.0  # the model computes a batch, of one row, for 0.1 s
 MODELS = {

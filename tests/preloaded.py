@@ -1,0 +1,329 @@
+"""Servers that start with their imports done, which are most of a start's seconds.
+
+A *nursery* is a process that has imported what supervisor, engine, gateway and relay import, and forks what it is asked
+for. There is one for all servers of a process that runs tests. A server begins with a nursery of its own, which forks
+what its supervisor would start as new interpreters. Everything else is as without: each role is a process of its own,
+with its arguments, variables, folder, control pipe and signals, and dies with its parent.
+
+This file is run as a program, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jurybox.processes import ControlPipe, set_timeouts
+
+NAME = "test-nursery"  # of the process, in /proc/PID/comm
+_ROLES = ("engine", "gateway", "relay")
+_IMPORTED = (
+    "jurybox.server.commands.app",
+    "jurybox.server.supervisor.run",
+    *(f"jurybox.server.{role}.process" for role in _ROLES),
+)
+_PARENT = "_JURYBOX_PARENT"  # of jurybox.processes
+_LARGEST = 1 << 17  # bytes of a request, which is one datagram
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _M_ARENA_MAX = 1, 15, -8
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Process:
+    """A process that a nursery has forked, with what tests and supervisors use of `subprocess.Popen`."""
+
+    def __init__(self, arguments: Sequence[str], pid: int, status: int) -> None:
+        self.args = list(arguments)
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status  # a pipe, to which the nursery writes how it ended
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := self._wait(timeout)) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                poll = select.poll()
+                poll.register(self._status, select.POLLIN)
+                if poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
+                    # Nothing comes from a nursery that was killed, and its children with it.
+                    ended = os.read(self._status, 16)
+                    self.returncode = os.waitstatus_to_exitcode(int(ended)) if ended else -signal.SIGKILL
+                    os.close(self._status)
+            return self.returncode
+
+
+class Nursery:
+    """The way to a nursery.
+
+    Args:
+        pid: of the nursery.
+        asked: a connected socket of datagrams, whose other end it has.
+    """
+
+    def __init__(self, pid: int, asked: socket.socket) -> None:
+        self.pid = pid
+        self._asked = asked
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        files: Sequence[int] = (),
+        output: int | None = None,
+        **more: object,
+    ) -> Process:
+        """Fork a process; the first of `files` are its descriptors 3, 4, ..."""
+        request = {"arguments": list(arguments), "environment": dict(environment), "folder": str(Path.cwd()), **more}
+        status, told = os.pipe()
+        try:
+            with self._lock:
+                given = [told, *([] if output is None else [output]), *files]
+                socket.send_fds(self._asked, [json.dumps({**request, "output": output is not None}).encode()], given)
+                answer = self._asked.recv(16)
+        except BaseException:
+            os.close(status)
+            raise
+        finally:
+            os.close(told)
+        if not answer:
+            os.close(status)
+            raise ConnectionError(f"the nursery with process id {self.pid} has ended, and forks no {arguments[0]}")
+        return Process(arguments, int(answer), status)
+
+    def end(self) -> None:
+        """Ask for nothing more, and wait until the nursery has ended."""
+        self._asked.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+_of_tests: dict[int, Nursery] = {}  # by the process that has it: a forked one may not ask its parent's
+wanted = False  # set by tests/conftest.py: benchmarks start what users start
+
+
+def may_start(python: str, environment: Mapping[str, str] | None, under: Sequence[object]) -> bool:
+    """Whether a server can be forked: in this interpreter, not under another program, without variables of Python's."""
+    ours = all(name.startswith("JURYBOX_") for name in environment or ())
+    return wanted and python == sys.executable and ours and not under
+
+
+def serve(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Process:
+    """Start ``jurybox serve ARGUMENTS`` in a session of its own; it is stopped when this process ends in any way."""
+    if os.getpid() not in _of_tests:
+        _of_tests[os.getpid()] = _nursery()
+    return _of_tests[os.getpid()].start(
+        ["jurybox", "serve", *arguments], environment, output=output, module="jurybox.server.cli", server=True
+    )
+
+
+def end() -> None:
+    """End the nursery of this process, if it has one."""
+    if (nursery := _of_tests.pop(os.getpid(), None)) is not None:
+        nursery.end()
+
+
+def _nursery() -> Nursery:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _make_room(ours)
+    one_thread = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    )  # forks have no more
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **one_thread},
+            cwd=Path(__file__).parent.parent,
+        )
+    return Nursery(process.pid, ours)
+
+
+def _make_room(asking: socket.socket) -> None:
+    asking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST)
+
+
+# In the nursery.
+
+
+def main() -> NoReturn:
+    asked, parent = int(sys.argv[1]), int(sys.argv[2])
+    _end_with(parent, signal.SIGTERM)
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    if len(threads := os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError(f"expected imports that start no thread, which a fork does not have; got {len(threads)}")
+    gc.collect()
+    gc.freeze()
+    _run(_forks(asked))
+
+
+def _forks(fd: int) -> Callable[[], None] | None:
+    """Fork what is asked for; return in each child what it should do, and None here once nobody can ask."""
+    _LIBC.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked = socket.socket(fileno=fd)
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    told: dict[int, tuple[int, int]] = {}  # by descriptor of a child: its pid, and the pipe for how it ended
+    while True:
+        for ready, _ in poll.poll():
+            if ready != asked.fileno():
+                poll.unregister(ready)
+                pid, pipe = told.pop(ready)
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(pipe, str(status).encode())
+                os.close(ready)
+                os.close(pipe)
+                continue
+            text, given, _, _ = socket.recv_fds(asked, _LARGEST, 8)
+            if not text:
+                return None
+            request, me = json.loads(text), os.getpid()
+            if (pid := os.fork()) == 0:
+                asked.detach()
+                return functools.partial(_child, request, given[1:], me)
+            owner = os.pidfd_open(pid)
+            told[owner] = pid, given[0]
+            poll.register(owner, select.POLLIN)
+            for file in given[1:]:
+                os.close(file)
+            asked.send(str(pid).encode())
+
+
+def _child(request: dict[str, Any], files: list[int], parent: int) -> None:
+    """Become what was asked for, as a process that was started would be."""
+    server = request["server"]
+    _end_with(parent, signal.SIGTERM if server else signal.SIGKILL)
+    if request["output"]:
+        output = files.pop(0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in files:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.path[0] = "" if server else request["folder"]
+    importlib.invalidate_caches()
+    program, *rest = request["arguments"]
+    sys.argv = [program, *map(str, files), *rest]
+    sys.modules["numpy"].random.seed()
+    if arenas := os.environ.get("MALLOC_ARENA_MAX"):
+        _LIBC.mallopt(_M_ARENA_MAX, int(arenas))
+    if server:
+        os.setsid()
+        atexit.register(_fork_for_the_supervisor().end)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as `spawn` does
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _LIBC.prctl(_PR_SET_NAME, f"jurybox-{program.rpartition('.')[2]}".encode(), 0, 0, 0)
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def _fork_for_the_supervisor() -> Nursery:
+    """Let the supervisor of this process take its children from a nursery of its own, forked now, before any thread."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _make_room(ours)
+    me = os.getpid()
+    if (pid := os.fork()) == 0:
+        ours.close()
+        _end_with(me, signal.SIGKILL)
+        _run(_forks(theirs.detach()))
+    theirs.close()
+    children = importlib.import_module("jurybox.server.supervisor.children")
+    nursery = Nursery(pid, ours)
+    children.spawn = functools.partial(_spawn, nursery, children.spawn)
+    return nursery
+
+
+def _spawn(
+    nursery: Nursery,
+    anew: Callable[..., tuple[Any, ControlPipe]],
+    module: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str | None] | None = None,
+    *,
+    python: str = sys.executable,
+) -> tuple[Any, ControlPipe]:
+    """As `jurybox.processes.spawn`, which is `anew`."""
+    if python != sys.executable:
+        return anew(module, arguments, environment, python=python)
+    ours, theirs = socket.socketpair()
+    set_timeouts(ours, 5)
+    variables = {**os.environ, **(environment or {}), _PARENT: str(nursery.pid)}
+    given = {name: value for name, value in variables.items() if value is not None}
+    with theirs:
+        process = nursery.start([module, *arguments], given, [theirs.fileno()], module=module, server=False)
+    return process, ControlPipe(ours.detach())
+
+
+def _end_with(parent: int, number: int) -> None:
+    """Let the kernel signal this process when its parent ends, or end it at once if that has happened."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _run(work: Callable[[], None] | None) -> NoReturn:
+    """End this process as the interpreter would, but without taking all those modules apart."""
+    status = 0
+    try:
+        if work is not None:
+            work()
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+        if status and not isinstance(left.code, int):
+            print(left.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  (whatever it is, it ends this process)
+        traceback.print_exc()
+        status = 1
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
