@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -137,11 +136,15 @@ def test_a_model_does_not_outlive_its_killed_client_for_long_however_long_it_was
         owner.wait()
 
 
-_RUN = """
+KEEP = 6.0  # seconds
+_RUN = f"""
+KEEP = {KEEP}
+"""
+_RUN += """
 import sys, time
 from pathlib import Path
 from jurybox.training.runtime import serving
-serving.KEEP = 6.0
+serving.KEEP = KEEP
 models = {"policy": {"factory": "tests.models:affine", "publish": "double_buffer"}}
 with serving.served_models(models, sys.argv[1], Path("server.log")) as served:
     print(served.names["policy"], flush=True)
@@ -167,7 +170,8 @@ def test_two_runs_have_their_own_models_which_are_unloaded_however_they_end(serv
         assert failed.wait(30) == 7
         with server.connect() as client:
             assert third not in client.models()
-            time.sleep(7.0)  # longer than a model stays without being kept
+            client.load("silent", LOADED, keep=KEEP + 1.0)
+            wait_until(lambda: "silent" not in client.models(), 60, "the end of a time in which a run must say a word")
             assert {first, second} <= set(client.models())
             os.kill(killed.pid, signal.SIGKILL)
             killed.wait(30)

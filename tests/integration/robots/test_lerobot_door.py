@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -39,7 +40,9 @@ DOORS = door("arm") + door("totals", "fps = 10.0") + door("few", "clients = 1", 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), MODELS, more=DOORS, max_message_mib=8) as running:
+    with serving(
+        tmp_path_factory.mktemp("server"), MODELS, more=DOORS, max_message_mib=8, http="127.0.0.1:0"
+    ) as running:
         yield running
 
 
@@ -226,10 +229,21 @@ def test_the_newest_observation_is_answered_and_a_similar_one_only_if_it_must(ad
         assert arm.act()[0].timestep == 2
 
 
-def test_actions_wait_for_an_observation_that_is_on_its_way(addresses, new):
+def wait_until_called(server):
+    """Wait until a call is in progress: the server has read it, and holds it."""
+
+    def called():
+        page = urllib.request.urlopen(f"http://{server.listening('http')}/metrics", timeout=60).read().decode()
+        (calls,) = (line.split()[1] for line in page.splitlines() if line.startswith("jurybox_client_calls "))
+        return float(calls) > 0
+
+    wait_until(called, 60, "a call in progress")
+
+
+def test_actions_wait_for_an_observation_that_is_on_its_way(server, addresses, new):
     with robot(addresses["arm"], new) as arm, ThreadPoolExecutor(1) as pool:
         coming = pool.submit(arm.act)
-        time.sleep(0.3)
+        wait_until_called(server)
         arm.observe(3)
         assert coming.result(60)[0].timestep == 3
 
@@ -249,13 +263,13 @@ def test_a_connection_is_an_episode_and_ready_begins_another(addresses, new):
         assert arm.act()[0].action.tolist() == [10, 1]
 
 
-def test_two_robots_in_one_connection_are_told_so_and_get_no_actions_of_each_other(addresses, new):
+def test_two_robots_in_one_connection_are_told_so_and_get_no_actions_of_each_other(server, addresses, new):
     first, second = (Robot(addresses["arm"], new, own=False) for _ in range(2))
     with first.channel, second.channel, ThreadPoolExecutor(1) as pool:
         first.ready()
         first.setup()
         waiting = pool.submit(first.act)
-        time.sleep(0.3)
+        wait_until_called(server)
         for call in (second.ready, second.act):
             with pytest.raises(grpc.RpcError) as error:
                 call()

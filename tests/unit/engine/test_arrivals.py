@@ -109,6 +109,11 @@ class World:
         served.run = lambda tickets, rows, version: self.forward(rows)
         self.engine.install(0, served)
 
+    def serve_another_model(self):
+        """Nobody asks it."""
+        spec = ServedModel(torch.nn.Identity(), VECTOR, {"action": VECTOR["observation"]})
+        self.engine.install(1, Served("other", spec, self.arena.inputs, self.arena.outputs, 64))
+
     def pause(self, seconds, more):
         self.pauses.append(seconds)
         coming = sorted(self.asks.values())
@@ -209,6 +214,15 @@ def test_a_client_that_is_not_prompt_any_more_costs_one_wait(world):
     sizes = crowd.sizes[before:]
     assert sizes[0] == 8 and set(sizes[1:]) == {7} and len(sizes) > 15
     assert crowd.now - began <= len(sizes) * (4_000_000 + 100_000) + 1_000_000  # a quarter of the fixed cost, once
+
+
+def test_with_a_second_model_a_costly_batch_waits_for_no_more_than_half_of_its_clients(world):
+    crowd = world([100_000 + 5_000 * i for i in range(8)], fixed=4_000_000)
+    crowd.run(80)
+    assert set(crowd.sizes[-20:]) == {8}
+    crowd.serve_another_model()
+    crowd.run(40)
+    assert max(crowd.sizes[-20:]) < 8
 
 
 def test_clients_that_think_for_a_good_part_of_a_large_batch_are_not_waited_for(world):
