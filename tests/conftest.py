@@ -3,6 +3,8 @@ import os
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 # A shell's background job ignores Ctrl-C, and so would every process that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,6 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from jurybox.protocol.segment import directory
@@ -155,6 +158,22 @@ def pytest_xdist_make_scheduler(config, log):
             return _SERVER_OF.get(file, file)
 
     return ByServer(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Compile a share of the test files: in a clean clone each worker would compile them all, at the same time."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    files = sorted(path for name in ("conftest", "test_*") for path in Path(__file__).parent.rglob(f"{name}.py"))
+    with suppress(AttributeError, TypeError, ValueError):  # another pytest, whose inner functions differ
+        for path in files[int(worker["workerid"][2:]) :: worker["workercount"]]:
+            cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+            if not cached.exists():
+                digest, code = rewrite._rewrite_test(path, session.config)
+                cached.parent.mkdir(exist_ok=True)
+                rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, digest, cached)
 
 
 @pytest.hookimpl(trylast=True)

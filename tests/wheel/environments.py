@@ -124,18 +124,18 @@ class Environment:
         *packages: str,
         extra: str = "",
         options: tuple[str, ...] = (),
-        torch: bool = False,
+        torch: str = "",
     ) -> Environment:
         """Resolve and install the wheel, with an extra of its own, and packages, all at once; then look for conflicts.
 
-        Without torch, or with the index's in the version of constraints.txt. The test is skipped aloud where the
-        package index cannot be reached.
+        With the requirement `torch`, or without it if that is empty. The test is skipped aloud where the package index
+        cannot be reached.
         """
         run(uv(), "venv", "--quiet", "--python", needed_interpreter(version), folder)
         made = cls(folder, folder / "bin" / "python")
         overrides = folder / "overrides.txt"
         overrides.write_text(NO_TORCH)
-        of_torch = [pinned("torch")] if torch else ["--override", overrides]
+        of_torch = [torch] if torch else ["--override", overrides]
         wanted = [f"jurybox{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}", *packages, *of_torch]
         command = [uv(), "pip", "install", "--quiet", "--python", made.python, *wanted, *options]
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=1200)
