@@ -213,14 +213,14 @@ def test_no_request_is_lost_in_fifty_stops(tmp_path, nothing_left):
 
 
 def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, nothing_left):
-    with serving(tmp_path, MODELS, **DOORS) as server, ExitStack() as stack:
+    with serving(tmp_path, MODELS, drain_timeout=600, **DOORS) as server, ExitStack() as stack:
         crowd = Crowd(server, stack)
         assert not lost(crowd.ask(mood=1.0))
         http, rpc = f"http://{crowd.where['http']}", stack.enter_context(
             tritonclient.grpc.InferenceServerClient(crowd.where["grpc"])
         )  # fmt: skip
         assert rpc.is_server_ready()
-        held = crowd.ask(mood=500_000.0, patience=30.0)  # seconds in which it drains
+        held = crowd.ask(mood=1_000_000.0, patience=60.0)  # a second each, in which it drains
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{http}/health", timeout=10).status_code == 503, 10, "draining")
         assert httpx.get(f"{http}/health", timeout=10).json()["reasons"] == ["the server is draining"]

@@ -12,8 +12,9 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from jurybox.protocol.address import ipc_path, prepare_folder, where_to
 from jurybox.protocol.descriptors import raise_limit
@@ -152,19 +153,26 @@ def _hold_address(address: str, *, shared: bool = False) -> int | None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as bytes on a socket: the handlers do nothing else, so they cannot deadlock."""
+    """SIGTERM and SIGINT as bytes on a socket: the handlers do nothing else, so they cannot deadlock.
+
+    Afterwards both are ignored. The process then only returns its status, which another signal would replace.
+    """
 
     def __enter__(self) -> _Signals:
         self.socket, self._theirs = socket.socketpair()
         self.socket.setblocking(False)
         self._theirs.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._handle(lambda *_: None)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._handle(signal.SIG_IGN)
         signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
         self.socket.close()
         self._theirs.close()
+
+    @staticmethod
+    def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handler)
