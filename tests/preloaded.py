@@ -132,14 +132,17 @@ class Nursery:
             os.waitpid(self.pid, 0)
 
 
+_AT_START = dict(os.environ)
+_READ_AT_START = ("GLIBC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")  # when a program or library begins
 _of_tests: dict[int, Nursery] = {}  # by the process that has it: a forked one may not ask its parent's
 wanted = False  # set by tests/conftest.py: benchmarks start what users start
 
 
-def may_start(python: str, environment: Mapping[str, str] | None, under: Sequence[object]) -> bool:
-    """Whether a server can be forked: in this interpreter, not under another program, without variables of Python's."""
-    ours = all(name.startswith("JURYBOX_") for name in environment or ())
-    return wanted and python == sys.executable and ours and not under
+def may_start(python: str, environment: Mapping[str, str], under: Sequence[object]) -> bool:
+    """Whether a server can be forked: in this interpreter, not under another program, with what a nursery has read."""
+    read = {name for name in {*environment, *_AT_START} if name.startswith(_READ_AT_START)}
+    same = all(environment.get(name) == _AT_START.get(name) for name in read)
+    return wanted and python == sys.executable and same and not under
 
 
 def serve(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Process:
@@ -168,7 +171,7 @@ def _nursery() -> Nursery:
             [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **one_thread},
+            env={**_AT_START, **one_thread},
             cwd=Path(__file__).parent.parent,
         )
     return Nursery(process.pid, ours)

@@ -167,7 +167,7 @@ def launch(
     log = folder / f"server-{len(list(folder.glob('*.log')))}.log"
     environment = {**os.environ, **(env or {})}
     with log.open("a") as sink:
-        if preloaded.may_start(python, env, under):
+        if preloaded.may_start(python, environment, under):
             process: ServerProcess = preloaded.serve([str(file), *flags], environment, sink.fileno())
         else:
             process = subprocess.Popen(

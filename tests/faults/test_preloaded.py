@@ -64,6 +64,14 @@ def test_a_preloaded_server_is_what_a_started_one_is(tmp_path, monkeypatch):
         assert forked[role] == each, role
 
 
+def test_none_is_forked_with_variables_that_were_read_before():
+    assert preloaded.may_start(sys.executable, {**os.environ, "JURYBOX_TOKEN": "other"}, [])
+    for name in ("LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS"):
+        assert not preloaded.may_start(sys.executable, {**os.environ, name: "other"}, [])
+    assert not preloaded.may_start("/usr/bin/python3", os.environ, [])
+    assert not preloaded.may_start(sys.executable, os.environ, ["prlimit"])
+
+
 def test_a_server_that_does_not_start_ends_with_its_status_and_text(tmp_path):
     with pytest.raises(AssertionError, match=r"(?s)ended with 2:.*cannot-be"):
         with serving(tmp_path, MODELS, log_level="cannot-be"):
