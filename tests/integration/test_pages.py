@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -144,16 +144,22 @@ def files_of(page: str) -> dict[str, str]:
     return {file[1]: text for text in shown if (file := re.match(r"# (\w+\.py)\n", text))}
 
 
-def models_of(page: str) -> dict[str, dict[str, object]]:
-    """Return the models of a page's first configuration, if their factories are in files that the page shows."""
-    models = next((tomllib.loads(one.text).get("models", {}) for one in of("toml") if one.page == page), {})
+def shown_by(page: str) -> tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]:
+    """Return models and robots of a page's first configuration, if the factories are in files that the page shows."""
+    tables = next((tomllib.loads(one.text) for one in of("toml") if one.page == page), {})
+    models = tables.get("models", {})
     modules = [str(model.get("factory", "")).partition(":")[0] for model in models.values()]
-    return models if any(f"{module}.py" in files_of(page) for module in modules) else {}
+    has_own = any(f"{module}.py" in files_of(page) for module in modules)
+    return (models, tables.get("robots", {})) if has_own else ({}, {})
 
 
-@pytest.mark.parametrize("page", ["docs/serve.md", "docs/write_a_juror.md"])
+OWN = ["serve", "write_a_juror", "robots", "robots_act", "robots_gr00t"]
+
+
+@pytest.mark.parametrize("page", [f"docs/{name}.md" for name in OWN])
 def test_a_page_that_shows_a_model_of_its_own_is_run_with_that_model(page) -> None:
-    assert models_of(page)
+    models, robots = shown_by(page)
+    assert models and bool(robots) == ("robots" in page)
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
@@ -163,18 +169,28 @@ def test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, server, tmp_p
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text)
     before, files = segments(), set(directory().iterdir())
-    if models := models_of(page):
+    models, robots = shown_by(page)
+    if models:
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        more = "".join(
+            f'[robots.{name}]\nmodel = "{door["model"]}"\nspeaks = "{door.get("speaks", "openpi")}"\n'
+            'listen = "127.0.0.1:0"\n'
+            for name, door in robots.items()
+        )
         with tempfile.TemporaryDirectory(prefix="jb") as sockets:  # pytest's folders are too long for a socket
-            with serving(Path(sockets), models, {"PYTHONPATH": path}) as own:
-                run_python(page, own, monkeypatch)
+            with serving(Path(sockets), models, {"PYTHONPATH": path}, more=more) as own:
+                with own.connect() as client:
+                    where = client.status()["server"].get("robots", {}) if robots else {}
+                run_python(page, own, monkeypatch, {str(robots[name]["listen"]): where[name] for name in robots})
     else:
         run_python(page, server, monkeypatch)
     assert segments() - before == set()
     assert set(directory().iterdir()) - files == set()
 
 
-def run_python(page: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_python(
+    page: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch, ports: Mapping[str, str] | None = None
+) -> None:
     monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
     names, grpc = presupposed(), server.listening("grpc")
     for block in of("python"):
@@ -182,6 +198,7 @@ def run_python(page: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
             continue
         code = block.text
         for shown, used in {
+            **(ports or {}),
             "policy.learn(8192)": "policy.learn(256)",  # the slow test makes all steps
             "n_eval_episodes=256": "n_eval_episodes=32",
             "localhost:8001": grpc,
@@ -194,6 +211,12 @@ def run_python(page: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
         replay.unlink()  # a replay stays while a process has it open, and this process does
         replay.close()
     names.clear()
+
+
+def test_the_client_of_the_page_on_act_gets_what_the_page_says(server, tmp_path, monkeypatch, capsys) -> None:
+    page = "docs/robots_act.md"
+    test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, server, tmp_path, monkeypatch)
+    assert f"`{capsys.readouterr().out.strip()}`" in (ROOT / page).read_text()
 
 
 def test_the_readmes_client_gets_the_same_scores_by_every_call(server, monkeypatch, capsys) -> None:
