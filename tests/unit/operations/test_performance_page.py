@@ -52,7 +52,7 @@ def words(text: str) -> int:
 
 def test_the_page_can_be_read_at_once_and_links_the_tables_and_the_findings():
     text = page.PAGE.read_text()
-    assert words(text) <= 1500
+    assert words(text) <= 1300
     for name in page.PARTS:
         for file in page.sources(name, text):
             assert f"(../{file.with_suffix('.md').relative_to(page.ROOT)})" in text
