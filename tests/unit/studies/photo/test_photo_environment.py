@@ -18,6 +18,7 @@ from jurybox.studies.photo.environment import (
     make_environment,
     no_edits,
 )
+from jurybox.studies.photo.environment.audit import damages_of
 from jurybox.studies.photo.environment.edits import Degradation, degrade
 from jurybox.studies.photo.environment.photo_edit import STEP_SIZES
 from jurybox.studies.photo.learning import PhotoTraining
@@ -230,6 +231,23 @@ def test_of_the_photos_without_a_tilt_a_share_is_tilted_and_no_intact_one(make):
     assert (held.intact, held.tilted) == (0.0, 0.0), "the evaluation's damage is always the same"
     with pytest.raises(ValueError, match="from 0 to 1"):
         make(tilted=-0.5)
+
+
+def test_a_share_of_the_damaged_photos_has_one_fault_alone(make):
+    def drawn(**shares):
+        environment = make(seed=4, **shares)
+        return [environment.reset(options={"intact": False})[1]["degradation"] for _ in range(24)]
+
+    def faults(each):
+        return len(damages_of(each))
+
+    assert all(faults(each) == 1 for each in drawn(lone=1.0))
+    assert all(faults(each) >= 2 for each in drawn(lone=0.0))
+    assert {faults(each) > 1 for each in drawn(lone=0.5)} == {True, False}
+    assert all(each["tilt"] and faults(each) <= 2 for each in drawn(lone=1.0, tilted=1.0)), "the tilt is beside it"
+    assert PhotoConfig(lone=0.5).held_out().lone == 0.0
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        make(lone=1.5)
 
 
 def test_an_outcome_has_the_score_of_every_step(make):

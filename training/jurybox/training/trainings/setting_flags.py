@@ -120,7 +120,8 @@ def _walked(of: Any, prefix: str, values: Any) -> Iterator[Setting]:
             yield from _walked(type(default), f"{prefix}{name}.", default)
             continue
         shown, literal = _kind_of(hints[name])
-        yield Setting(prefix + name, shown, _as_toml(default), description or told.get(name, ""), literal=literal)
+        meaning = (description or told.get(name, "")).replace("``", "`")  # docstrings quote code as reST does
+        yield Setting(prefix + name, shown, _as_toml(default), meaning, literal=literal)
 
 
 def _fields(of: Any) -> Iterator[tuple[str, Any, str]]:

@@ -326,18 +326,21 @@ _FAULTS: tuple[Fault, ...] = (_exposure, _haze, _cast, _saturation, _detail, _ti
 _HOW_OFTEN = np.array([3.0, 2.5, 2.0, 2.0, 1.0, 1.0])
 
 
-def draw(rng: np.random.Generator, strength: float = 1.0, tilted: float = 0.0) -> Degradation:
+def draw(rng: np.random.Generator, strength: float = 1.0, tilted: float = 0.0, lone: float = 0.0) -> Degradation:
     """Sample two to four different faults of random strength.
 
     Args:
         rng: the only source of randomness, also for the noise's seed.
         strength: scales every fault; 1 is ordinary.
         tilted: share of the others that are tilted beside their faults.
+        lone: share that keeps only the first of its faults (and the tilt beside it).
     """
     if not strength > 0.0:
         raise ValueError(f"expected a positive strength, got {strength}")
     count = int(rng.integers(2, 5))
     chosen = rng.choice(len(_FAULTS), size=count, replace=False, p=_HOW_OFTEN / _HOW_OFTEN.sum())
+    if lone and rng.random() < lone:
+        chosen = chosen[:1]
     settings: dict[str, float] = {}
     for index in chosen:
         settings.update(_FAULTS[index](rng, strength))

@@ -69,6 +69,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         intact: share of the episodes that begin with an undamaged photo, for which no edit is best.
         tilted: share of the damaged photos without a tilt that get one in addition to their faults; otherwise a
             quarter are tilted, which is few to learn straightening from.
+        lone: share of the damaged photos that have one fault instead of two to four, and so show it alone.
         seed: seeds the first episode and what follows, until ``reset(seed=...)`` says otherwise.
         render_mode: "rgb_array" or None.
     """
@@ -92,6 +93,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         price: float = 0.0,
         intact: float = 0.0,
         tilted: float = 0.0,
+        lone: float = 0.0,
     ) -> None:
         if steps < 1:
             raise ValueError(f"expected at least one edit step, got steps={steps}")
@@ -103,6 +105,8 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             raise ValueError(f"expected a share of intact photos from 0 to 1, got {intact}")
         if not 0.0 <= tilted <= 1.0:
             raise ValueError(f"expected a share of tilted photos from 0 to 1, got {tilted}")
+        if not 0.0 <= lone <= 1.0:
+            raise ValueError(f"expected a share of lone faults from 0 to 1, got {lone}")
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"expected render_mode to be 'rgb_array' or None, got {render_mode!r}")
         self.scorer = scorer
@@ -115,6 +119,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
         self.price = price
         self.intact = intact
         self.tilted = tilted
+        self.lone = lone
         self.render_mode = render_mode
         self.observation_space = cast("spaces.Space[observation.Observation]", observation.space())
         self.action_space = cast("spaces.Space[Action]", spaces.Box(-1.0, 1.0, (len(TOOLS),), np.float32))
@@ -152,7 +157,7 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             raise ValueError(f"no {self.split} photo is called {name!r}; there are {', '.join(names)}")
         self._photo = self._photos[name]
         crop = self._photo.crop(self.np_random)
-        self._degradation = draw(self.np_random, self.strength, self.tilted)
+        self._degradation = draw(self.np_random, self.strength, self.tilted, self.lone)
         if (given := (options or {}).get("degradation")) is not None:
             self._degradation = Degradation(**given)
         if (tilt := (options or {}).get("tilt")) is not None:
@@ -304,6 +309,7 @@ class PhotoConfig:
         price: score that each unit of CIELAB costs by which the edits change the picture; 0: edits are free.
         intact: share of the episodes that begin with an undamaged photo; none in an evaluation, which has its own.
         tilted: share of the photos without a tilt that are given one in training; none in an evaluation.
+        lone: share of the damaged photos with one fault instead of two to four in training; none in an evaluation.
         seed: environment i is seeded ``seed + i``.
         audit: jurors whose scores are logged and never rewarded: by name, the factory of each. With "server" it is
             the server's model of that name, and where there is none, it is loaded there for the time of the training.
@@ -327,13 +333,14 @@ class PhotoConfig:
     price: float = 0.0
     intact: float = 0.0
     tilted: float = 0.0
+    lone: float = 0.0
     seed: int = 0
     audit: dict[str, str] = field(default_factory=dict)
     audit_models: dict[str, str] = field(default_factory=dict)
 
     def held_out(self) -> PhotoConfig:
         """The same settings on the photos that training never sees."""
-        return replace(self, split="held_out", intact=0.0, tilted=0.0)
+        return replace(self, split="held_out", intact=0.0, tilted=0.0, lone=0.0)
 
 
 def make_environment(config: PhotoConfig, index: int) -> Callable[[], PhotoEdit]:
@@ -367,6 +374,7 @@ def build(config: PhotoConfig, index: int = 0) -> PhotoEdit:
         price=config.price,
         intact=config.intact,
         tilted=config.tilted,
+        lone=config.lone,
     )
 
 
