@@ -13,6 +13,7 @@ from tests.unit.algorithms.test_recorded_losses import DISCRETE, batch, rollout
 from jurybox.training.algorithms import compiling
 from jurybox.training.algorithms.base import take
 from jurybox.training.algorithms.compiling import Adam, CompiledStep, compiler_missing
+from jurybox.training.algorithms.networks import Features
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 
@@ -92,6 +93,57 @@ def test_a_compiled_learner_learns_what_one_that_is_not_does(name, settings, wit
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+class _Double:
+    """While it is entered, networks compute in float64."""
+
+    def __enter__(self) -> None:
+        self._before = Features.raw_numbers
+        Features.raw_numbers = lambda features, rows: rows.double()
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *_: object) -> None:
+        Features.raw_numbers = self._before
+        torch.set_default_dtype(torch.float32)
+
+
+def _stepped(learner, name: str, number: int, rows: dict[str, torch.Tensor]) -> None:
+    """Make an update whose random numbers are given, since those that it draws differ with the dtype."""
+    steps = {"sac": "_learn_and_follow", "td3": "_learn" if number % 2 else "_learn_all", "dqn": "_learn"}
+    learner.run(getattr(learner, steps[name]), rows)
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "dqn"])
+def test_a_compiled_update_is_as_exact_as_one_that_is_not(name, monkeypatch) -> None:
+    """How far both are from the same updates in float64, after forty of them, over how far these have moved."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, given: graph)
+    compiled, plain = (made(name, compiles, learning_rate=0.003) for compiles in (True, False))
+    with _Double():
+        exact = made(name, False, learning_rate=0.003)
+        for part, module in exact.parts().items():
+            if isinstance(module, torch.nn.Module):
+                module.load_state_dict(plain.parts()[part].state_dict())
+    first = [each.detach().clone() for each in exact.acting.parameters()]
+    rng = np.random.default_rng(1)
+    for number in range(40):
+        rows = batch(rng, name in DISCRETE)
+        noise = {key: torch.from_numpy(rng.normal(size=(16, 2)).astype(np.float32)) for key in ("noise", "next_noise")}
+        rows |= {} if name == "dqn" else noise
+        for learner in (compiled, plain):
+            _stepped(learner, name, number, rows)
+        with _Double():
+            doubled = {key: each.double() if each.is_floating_point() else each for key, each in rows.items()}
+            _stepped(exact, name, number, doubled)
+
+    def distance(learner) -> float:
+        pairs = zip(learner.acting.parameters(), exact.acting.parameters(), first, strict=True)
+        off, moved = zip(*(((a - b).square().sum(), (b - c).square().sum()) for a, b, c in pairs), strict=True)
+        return float((sum(off) / sum(moved)).sqrt().detach())
+
+    assert compiled._compiled, "it has compiled"
+    assert 0 < distance(plain) < 1e-3, "float32 is not float64"
+    assert distance(compiled) < 4 * distance(plain)
+
+
 def test_without_a_compiler_it_learns_the_same_and_says_why(monkeypatch, caplog) -> None:
     def refuse(self, names, tensors):
         raise RuntimeError("no compiler here")
@@ -115,6 +167,8 @@ def test_a_missing_compiler_is_named(monkeypatch) -> None:
 
 def test_a_trace_changes_nothing() -> None:
     learner = made("td3", False)
+    learner.updates = 1
+    learner.update(batch(np.random.default_rng(1), False), START)  # so that nothing is zero, and targets are behind
     before = [each.clone() for each in numbers(learner)]
     rows = batch(np.random.default_rng(0), False)
     rows["noise"] = torch.zeros_like(rows["action"])
@@ -123,3 +177,22 @@ def test_a_trace_changes_nothing() -> None:
         lambda *values: list(learner._learn_all(dict(zip(names, values, strict=True))).values()), list(rows.values())
     )
     assert all(torch.equal(a, b) for a, b in zip(before, numbers(learner), strict=True))
+
+
+def test_a_trace_carries_out_no_change_by_a_number() -> None:
+    weight, many = torch.ones(3, requires_grad=True), [torch.ones(2), torch.ones(2)]
+
+    def halve(given: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            weight.mul_(0.5)
+            torch._foreach_mul_(many, 0.5)
+            torch._foreach_lerp_(many, [torch.zeros(2)] * 2, 0.5)
+        return [given + weight, many[0].clone()]
+
+    traced = compiling._traced(halve, [torch.ones(3)])
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+    assert [each.tolist() for each in many] == [[1.0, 1.0]] * 2
+    with torch.no_grad():
+        found = traced(torch.ones(3))
+    assert found[0].tolist() == [1.5, 1.5, 1.5]
+    assert found[1].tolist() == [0.25, 0.25]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["TRACING", "Adam", "CompiledStep", "compiler_missing"]
 
@@ -158,15 +159,38 @@ def _cache() -> Path:
 
 
 def _traced(function: Callable[..., list[Tensor]], tensors: list[Tensor]) -> torch.fx.GraphModule:
-    """Trace a function with its gradients. Nothing is computed, so nothing changes."""
+    """Trace a function with its gradients. Nothing has changed afterwards."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     TRACING.on = True
     try:
-        traced: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+        with _ChangesNothing():
+            traced: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
     finally:
         TRACING.on = False
     return traced
+
+
+class _ChangesNothing(TorchDispatchMode):
+    """Undoes what a trace carries out: an operation that changes a tensor from outside of it by a known number.
+
+    ``square.mul_(0.999)`` would decay the square once more than the step says.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written: list[Tensor] = []
+        if func._schema.is_mutable:
+            for each, argument in zip(args, func._schema.arguments, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written += each if isinstance(each, list | tuple) else [each]
+        real = [each for each in written if type(each) in (Tensor, torch.nn.Parameter)]
+        with _disable_current_modes():
+            before = [each.detach().clone() for each in real]
+        found = func(*args, **(kwargs or {}))
+        with _disable_current_modes(), torch.no_grad():
+            for each, value in zip(real, before, strict=True):
+                each.detach().copy_(value)
+        return found
 
 
 def _lifted(traced: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Tensor]]:
