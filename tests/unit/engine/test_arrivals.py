@@ -16,6 +16,7 @@ from jurybox.protocol.wire import PACK_TICKET, TICKET
 from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.batches import QUICK
 from jurybox.server.engine.core import Engine
+from jurybox.server.engine.device import DeviceServed
 from jurybox.server.engine.served import Served
 from jurybox.server.models import ServedModel
 
@@ -146,12 +147,50 @@ class World:
         self.scoreboard.close()
 
 
+class OnDevice(DeviceServed):
+    """A model on a device that computes one batch after another while the engine goes on."""
+
+    def __init__(self, world, *given):
+        super().__init__(*given)
+        self.world, self.free = world, 0
+
+    def begin(self, tickets, rows, version):
+        world = self.world
+        world.sizes.append(rows)
+        self.free = end = max(self.free, world.now) + world.fixed + world.by_row * rows
+        world.now += 20_000  # launches
+        return Flight(world, end)
+
+
+class Flight:
+    def __init__(self, world, end):
+        self.world, self.end = world, end
+
+    def done(self):
+        self.world.now += 25_000  # of a turn that finds it under way
+        return self.world.now >= self.end
+
+    def finish(self):
+        self.world.now = max(self.world.now, self.end)
+
+
+class DeviceWorld(World):
+    """The same with the model on a device."""
+
+    def __init__(self, think, fixed=BATCH, by_row=0):
+        super().__init__(think, fixed, by_row)
+        spec = ServedModel(torch.nn.Identity(), VECTOR, {"action": VECTOR["observation"]})
+        memory = np.zeros(1, np.uint8)
+        given = "m", spec, self.arena.inputs, self.arena.outputs, memory, 64, torch.device("cpu")
+        self.engine.install(0, OnDevice(self, *given))
+
+
 @pytest.fixture
 def world():
     worlds = []
 
-    def make(think, **cost):
-        worlds.append(World(think, **cost))
+    def make(think, kind=World, **cost):
+        worlds.append(kind(think, **cost))
         return worlds[-1]
 
     yield make
@@ -203,6 +242,33 @@ def test_where_the_fixed_cost_is_large_all_prompt_clients_are_in_one_batch(world
     possible = clients / (fixed + by_row * clients)
     assert (sum(crowd.sizes) - computed) / (crowd.now - began) > 0.93 * possible
     assert set(crowd.sizes[-20:]) == {clients}
+
+
+@pytest.mark.parametrize(("fixed", "by_row"), [(2_000_000, 100_000), (5_000_000, 1_000_000), (10_000_000, 100_000)])
+@pytest.mark.parametrize("clients", [2, 3, 8, 32])
+def test_a_batch_under_way_on_a_device_is_waited_for_where_its_clients_return_at_once(world, clients, fixed, by_row):
+    crowd = world([100_000 + 5_000 * i for i in range(clients)], DeviceWorld, fixed=fixed, by_row=by_row)
+    crowd.run(10_000)
+    began, computed = crowd.now, sum(crowd.sizes)
+    crowd.run(10_000)
+    possible = clients / (fixed + by_row * clients)
+    assert set(crowd.sizes[-5:]) == {clients}
+    assert (sum(crowd.sizes) - computed) / (crowd.now - began) > 0.88 * possible
+
+
+def test_a_batch_under_way_on_a_device_is_not_waited_for_where_its_clients_think_long(world):
+    crowd = world([3_000_000 + 200_000 * i for i in range(8)], DeviceWorld, fixed=4_000_000)
+    crowd.run(2_000)
+    began, batches = crowd.now, len(crowd.sizes)
+    crowd.run(2_000)
+    assert (len(crowd.sizes) - batches) * crowd.fixed > 0.95 * (crowd.now - began), "the device is never idle"
+
+
+def test_rows_that_take_long_to_copy_to_a_device_are_copied_while_it_computes(world, monkeypatch):
+    monkeypatch.setattr("jurybox.server.engine.core.COPIED", 1e-6)
+    crowd = world([100_000 + 5_000 * i for i in range(4)], DeviceWorld, fixed=2_000_000, by_row=100_000)
+    crowd.run(4_000)
+    assert max(crowd.sizes[-5:]) < 4, "one half is copied while the other is computed"
 
 
 def test_a_client_that_is_not_prompt_any_more_costs_one_wait(world):

@@ -199,6 +199,7 @@ class Batches:
         regions: the rows that clients have bound to device memory; None if this engine does not support it.
         ended: when the last batch ended.
         under_way: the number of batches in flight: begun and not yet answered.
+        prompt: clients that were away and prompt when the last batch was answered.
         recovery: the parts of failed batches that are still to be computed, by `recover`.
     """
 
@@ -224,7 +225,7 @@ class Batches:
         self._traced: dict[str, int] = {}  # time of the last logged traceback, by model
         self._flights: deque[_Flight] = deque()  # oldest first
         self._landed = 0
-        self.under_way = 0
+        self.under_way = self.prompt = 0
         self.recovery = Recovery()
 
     def run(self, slot: Slot, tickets: NDArray[Any], rows: int, version: int) -> None:
@@ -338,6 +339,7 @@ class Batches:
         self.ended = ended = self._clock()
         took = ended - began
         self._tracker.answered(tickets, ended)
+        self.prompt = self._tracker.prompt
         slot.counters.batch(tickets, rows, began, ended)
         if slot.cache is not None:
             slot.counters.cached(slot.cache)
@@ -477,8 +479,11 @@ def _halves(tickets: NDArray[Any]) -> list[NDArray[Any]]:
 # Where a batch's fixed cost is many times the clients' way back (a large model, a GPU), two halves in turn would pay it
 # twice as often as needed, and the other cores have little to do meanwhile. There the engine waits for all clients that
 # sent again within a quarter of that cost the last time, and no longer than that. So a round is never more than a
-# quarter of the fixed cost longer, and mostly has one batch instead of two.
+# quarter of the fixed cost longer, and mostly has one batch instead of two. On a device, which computes one batch while
+# the next is copied in, two halves would take turns just so: with a batch of prompt clients under way the next one
+# waits for them, unless it is full, or copying its rows takes a good part of what that saves.
 
 
 QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches
+COPIED = 1.0  # bytes a ns, at least, that rows are copied to a device and back
 PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost, if that is LARGE_NS or more

@@ -14,7 +14,7 @@ from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, NORMAL, Scoreboard
 from jurybox.protocol.wire import TICKET
 from jurybox.server.batch_cost import LARGE_NS
-from jurybox.server.engine.batches import PROMPT, QUICK, Batches, ModelCounters, Slot, cell
+from jurybox.server.engine.batches import COPIED, PROMPT, QUICK, Batches, ModelCounters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.queues import Queue
@@ -320,6 +320,8 @@ class Engine:
             return True
         self._last, queue = slot, slot.queue
         recovers = slot in self._recovery.parts
+        if self._batches.under_way and not recovers and self._waits_for_those_under_way(slot):
+            return self._batches.land()
         if self._tracker.away and self._pause is not None and not self._batches.under_way and not recovers:
             if self._tracker.prompt:
                 self._wait_for_all(slot, now)
@@ -368,6 +370,15 @@ class Engine:
                 return
             self._pause(left / 1e9, tracker.prompt)
             self._take_in(self._clock())
+
+    def _waits_for_those_under_way(self, slot: Slot) -> bool:
+        """Whether the next batch is to have the clients of the one under way on the device, too (see batches.py)."""
+        queue = slot.queue
+        if not self._batches.prompt or queue.rows >= queue.max_batch or (prompt := self._prompt_ns()) == 0:
+            return False
+        spec = slot.served.spec
+        row = sum(each.row_bytes for part in (spec.inputs, spec.outputs) for each in part.values())
+        return queue.rows * row <= prompt * COPIED
 
     def _prompt_ns(self) -> int:
         """Return the time within which a client that returns is waited for; 0: none is, only up to half of the crowd.
