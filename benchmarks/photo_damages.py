@@ -1,9 +1,9 @@
 """`python -m benchmarks.photo_damages [--run RUN | --start FILE | --juror] [--photos DIR]`: a policy, damage by damage.
 
 The policy that ships, a start policy or that of a run edits held-out photographs with one fault at a time, the same
-crops for every fault. Nothing but the crops is random, so two policies are compared picture by picture. docs/photo.md
-has the table. With --photos the held-out quarter of a folder is edited instead of the photographs that ship. With
---juror no policy edits: it prints what the juror gives for mending each cast wholly.
+crops for every fault. Nothing but the crops is random, so two policies are compared picture by picture.
+results/photo.md has the tables. With --photos the held-out quarter of a folder is edited instead of the photographs
+that ship. With --juror no policy edits: it prints what the juror gives for mending each cast wholly.
 """
 
 from __future__ import annotations
