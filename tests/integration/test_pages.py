@@ -154,7 +154,7 @@ def shown_by(page: str) -> tuple[dict[str, dict[str, object]], dict[str, dict[st
     return (models, tables.get("robots", {})) if has_own else ({}, {})
 
 
-OWN = ["serve", "write_a_juror", "robots", "robots_act", "robots_gr00t"]
+OWN = ["serve", "write_a_juror", "robots", "robots_act", "robots_gr00t", "robots_lerobot"]
 
 
 @pytest.mark.parametrize("page", [f"docs/{name}.md" for name in OWN])
