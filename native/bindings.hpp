@@ -38,8 +38,8 @@ Zmtp& zmtp_of(nanobind::handle link);
 using GivenEngine = std::tuple<nanobind::object, nanobind::object, std::uint64_t>;
 
 // Return them for native code, which must not outlive the objects. There must be one at least.
-struct LaneEngine;
-std::vector<LaneEngine> engines_of(const std::vector<GivenEngine>& given);
+struct EngineRings;
+std::vector<EngineRings> engines_of(const std::vector<GivenEngine>& given);
 
 // Memory that is kept by a call, or by an object that it creates.
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
@@ -48,8 +48,8 @@ using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_con
 using Columns = std::vector<std::pair<Bytes, std::size_t>>;
 
 // Return a lane's columns, which begin at its row `first`.
-struct LaneColumn;
-std::vector<LaneColumn> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows);
+struct RowColumn;
+std::vector<RowColumn> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows);
 
 // Memory borrowed from a Python object for one call, of any dtype, including structured arrays, which nb::ndarray does not
 // accept. It is also cheaper, since the dtype is not described.

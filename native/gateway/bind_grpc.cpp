@@ -15,7 +15,7 @@
 #include "bindings.hpp"
 #include "common/budget.hpp"
 #include "gateway/grpc_connection.hpp"
-#include "gateway/infer_lane.hpp"
+#include "gateway/fast_lane.hpp"
 
 namespace nb = nanobind;
 
@@ -89,11 +89,11 @@ struct Caller {
     nb::object owner;
     Peer* peer;
 };
-using RequestLane = InferLane<BytesMessage, Caller>;
+using RequestLane = FastLane<BytesMessage, Caller>;
 
 // Does nothing after `close`. The objects that the lane points to are kept until then. Like connections and forms, it belongs to
 // one thread: that of the gateway's event loop.
-struct HeldLane {
+struct BoundFastPath {
     std::unique_ptr<RequestLane> lane;
     Columns inputs, outputs;
     std::vector<GivenEngine> engines;
@@ -110,7 +110,7 @@ struct HeldLane {
 struct Forms {
     struct Entry {
         nb::object keeps;  // the Python object of `lane`
-        HeldLane* lane;
+        BoundFastPath* lane;
         std::shared_ptr<RequestLane::Form> form;
     };
     std::string path;
@@ -149,7 +149,7 @@ bool accept(Forms& forms, nb::handle owner, Peer& peer, std::int32_t call, HeldC
 
 // Drop a call that a lane has accepted, or all of a connection (-1): its peer is gone.
 void cancel(Forms& forms, const Peer& peer, std::int32_t call) {
-    const HeldLane* before = nullptr;
+    const BoundFastPath* before = nullptr;
     for (auto& [key, entry] : forms.entries) {
         if (entry.lane == before || entry.lane->lane == nullptr) continue;
         before = entry.lane;
@@ -245,7 +245,7 @@ nb::object cut(nb::bytes message) {
 }
 
 void add_form(Forms& forms, nb::bytes key, nb::object lane, std::uint32_t rows, std::vector<std::uint32_t> inputs, std::vector<std::uint32_t> outputs) {
-    HeldLane& held = nb::cast<HeldLane&>(lane);
+    BoundFastPath& held = nb::cast<BoundFastPath&>(lane);
     if (held.lane == nullptr) return;
     const auto beyond = [](const std::vector<std::uint32_t>& some, std::size_t n) {
         return std::any_of(some.begin(), some.end(), [n](std::uint32_t one) { return one >= n; });
@@ -259,7 +259,7 @@ void add_form(Forms& forms, nb::bytes key, nb::object lane, std::uint32_t rows, 
 
 // Answer the requests of the answered ticket; return the Python objects of their connections, whose bytes must be sent. Those whose
 // form lacks the heads of this version are left to `take_back`.
-nb::list answer(HeldLane& held) {
+nb::list answer(BoundFastPath& held) {
     nb::list touched;
     if (held.lane == nullptr) return touched;
     std::vector<RequestLane::Request>& requests = held.lane->answered();
@@ -282,7 +282,7 @@ nb::list answer(HeldLane& held) {
 }
 
 // Return (connection, call, ns until its deadline, message) of each request that was due before a time.
-nb::list give_back(HeldLane& held, std::int64_t until) {
+nb::list give_back(BoundFastPath& held, std::int64_t until) {
     nb::list back;
     if (held.lane == nullptr) return back;
     const std::int64_t now = monotonic_ns();
@@ -304,7 +304,7 @@ void bind_grpc(nb::module_& m) {
             nb::arg("most_message"), nb::arg("most_metadata"), nb::arg("most_calls"), nb::arg("account"))
         .def("feed", feed, nb::arg("data"), nb::arg("size"), nb::arg("forms").none() = nb::none(), nb::arg("owner") = nb::none(),
              "Process received bytes and return events (kind, call, value); None as the last one ends the connection. Requests of "
-             "known `forms` go to their lanes; `owner` is the object that `InferLane.answer` and `take_back` return for them.")
+             "known `forms` go to their lanes; `owner` is the object that `FastLane.answer` and `take_back` return for them.")
         .def_prop_ro("more", [](const Peer& self) { return self.connection.more(); },
                      "Whether received bytes are left for another `feed`, without bytes, once others have had their turn.")
         .def(
@@ -370,21 +370,21 @@ void bind_grpc(nb::module_& m) {
             nb::arg("key"), nb::arg("version"), nb::arg("heads"), "Set the bytes before each output in answers of a weights version.")
         .def("remove", [](Forms& self, nb::bytes key) { self.entries.erase(std::string(key.c_str(), key.size())); }, nb::arg("key"));
 
-    nb::class_<HeldLane>(m, "InferLane", "Answers requests of known forms: from gRPC messages to rows, to an engine's ring, and back.")
+    nb::class_<BoundFastPath>(m, "FastLane", "Answers requests of known forms: from gRPC messages to rows, to an engine's ring, and back.")
         .def(
             "__init__",
-            [](HeldLane* self, std::uint32_t first, std::uint32_t rows, std::size_t engines, const Columns& inputs, const Columns& outputs,
+            [](BoundFastPath* self, std::uint32_t first, std::uint32_t rows, std::size_t engines, const Columns& inputs, const Columns& outputs,
                nb::object wake) {
                 if (engines == 0 || rows / (engines + 1) == 0) throw std::invalid_argument("expected a row for each engine's ticket, and another one");
                 auto lane = std::make_unique<RequestLane>(first, rows, engines, columns_of(inputs, first, rows), columns_of(outputs, first, rows));
-                new (self) HeldLane{std::move(lane), inputs, outputs, {}, std::move(wake)};
+                new (self) BoundFastPath{std::move(lane), inputs, outputs, {}, std::move(wake)};
             },
             nb::arg("first"), nb::arg("rows"), nb::arg("engines"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("wake"),
             "`first` and `rows` are its rows in the arena, `engines` the most that `attach` gets, `inputs` and `outputs` each tensor's memory, "
             "uint8, and the bytes of a row; `wake` is the value of the event of `feed` for a request.")
         .def(
             "attach",
-            [](HeldLane& self, std::vector<GivenEngine> engines, std::uint64_t number) {
+            [](BoundFastPath& self, std::vector<GivenEngine> engines, std::uint64_t number) {
                 if (self.lane == nullptr) return;
                 self.lane->attach(engines_of(engines), number);
                 self.engines.swap(engines);
@@ -392,16 +392,16 @@ void bind_grpc(nb::module_& m) {
             nb::arg("engines"), nb::arg("number"),
             "Post tickets, with numbers above this one, to engines, the preferred one first: the lane's side of the rings of an engine's "
             "incarnation, the engine's record of scoreboard.ENGINE, and the incarnation. Those of earlier calls that are not among them have ended.")
-        .def("detach", [](HeldLane& self) { if (self.lane) self.lane->detach(); }, "Accept no requests until `attach`.")
-        .def_prop_ro("waiting", [](const HeldLane& self) { return self.lane ? self.lane->waiting() : 0; }, "Requests for the next ticket.")
-        .def_prop_ro("pending", [](const HeldLane& self) { return self.lane ? self.lane->pending() : 0; },
+        .def("detach", [](BoundFastPath& self) { if (self.lane) self.lane->detach(); }, "Accept no requests until `attach`.")
+        .def_prop_ro("waiting", [](const BoundFastPath& self) { return self.lane ? self.lane->waiting() : 0; }, "Requests for the next ticket.")
+        .def_prop_ro("pending", [](const BoundFastPath& self) { return self.lane ? self.lane->pending() : 0; },
                      "Requests that are not answered.")
-        .def_prop_ro("may_send", [](HeldLane& self) { return self.lane && self.lane->next() != nullptr; },
+        .def_prop_ro("may_send", [](BoundFastPath& self) { return self.lane && self.lane->next() != nullptr; },
                      "Whether an engine is free for the next ticket.")
         .def(
             "send",
-            [](HeldLane& self, double seconds) -> nb::object {
-                LaneEngine* const engine = self.lane ? self.lane->next() : nullptr;
+            [](BoundFastPath& self, double seconds) -> nb::object {
+                EngineRings* const engine = self.lane ? self.lane->next() : nullptr;
                 if (engine == nullptr) return nb::none();
                 ShmRingsClient& rings = *engine->rings;
                 rings.set_watched(seconds <= 0);
@@ -421,7 +421,7 @@ void bind_grpc(nb::module_& m) {
             "ticket cannot be posted.")
         .def(
             "receive",
-            [](HeldLane& self) -> nb::object {
+            [](BoundFastPath& self) -> nb::object {
                 if (self.lane == nullptr || !self.lane->receive()) return nb::none();
                 return nb::make_tuple(self.lane->code(), self.lane->version(), self.lane->rows(), static_cast<double>(self.lane->took()) / 1e9);
             },
@@ -431,7 +431,7 @@ void bind_grpc(nb::module_& m) {
         .def("take_back", give_back, nb::arg("until"),
              "Return (owner, call, ns until its deadline, message) of the requests that must be answered otherwise: those due before a time (ns "
              "of CLOCK_MONOTONIC), of an answered ticket, and those that no engine will answer.")
-        .def("close", [](HeldLane& self) { self.close(); }, "Release everything; later calls do nothing.");
+        .def("close", [](BoundFastPath& self) { self.close(); }, "Release everything; later calls do nothing.");
 
     m.def("cut_infer_request", cut, nb::arg("message"),
           "Split a ModelInferRequest at its top level: all fields except id and raw contents, the id, and (offset, size) of each raw "

@@ -39,8 +39,8 @@ void bind_relay_lane(nb::module_& m) {
             "__init__",
             [](Held* self, nb::object link, std::vector<GivenEngine> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
                Columns inputs, Columns outputs, nb::bytes prefix) {
-                std::vector<LaneEngine> of = engines_of(engines);
-                std::vector<LaneColumn> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
+                std::vector<EngineRings> of = engines_of(engines);
+                std::vector<RowColumn> in = columns_of(inputs, first, rows), out = columns_of(outputs, first, rows);
                 Held* held = new (self) Held{link, std::move(engines), std::move(inputs), std::move(outputs), std::nullopt};
                 held->lane.emplace(zmtp_of(link), std::move(of), lease, first, rows, std::move(in), std::move(out), std::string(prefix.c_str(), prefix.size()));
             },

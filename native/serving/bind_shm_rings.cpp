@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "serving/lane_engines.hpp"
+#include "serving/engine_rings.hpp"
 
 namespace nb = nanobind;
 
@@ -158,9 +158,9 @@ struct Caller {
 
 ShmRingsClient& rings_client(nb::handle client) { return nb::cast<Client&>(client).rings; }
 
-std::vector<LaneEngine> engines_of(const std::vector<GivenEngine>& given) {
+std::vector<EngineRings> engines_of(const std::vector<GivenEngine>& given) {
     if (given.empty()) throw std::invalid_argument("one engine at least was expected");
-    std::vector<LaneEngine> engines;
+    std::vector<EngineRings> engines;
     for (const auto& [client, engine, incarnation] : given) {
         const Write record(engine);
         engines.push_back({&rings_client(client), record.records<const EngineRecord>(), incarnation});

@@ -60,7 +60,7 @@ struct EngineAdmission {
     EngineAdmission& operator=(const EngineAdmission&) = delete;
 
     Admitted admit(const Write& tickets, std::uint16_t transport) {
-        return admission.admit(tickets.records<Ticket>(), tickets.rows(), transport, lanes.records<const Lane>(), lanes.rows(),
+        return admission.admit(tickets.records<Ticket>(), tickets.rows(), transport, lanes.records<const LaneRecord>(), lanes.rows(),
                                limits.records<const std::uint32_t>(), arenas.records<const std::uint32_t>(), limits.rows());
     }
 };
@@ -191,8 +191,8 @@ class PlainOutputs {
 
 }  // namespace
 
-std::vector<LaneColumn> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
-    std::vector<LaneColumn> columns;
+std::vector<RowColumn> columns_of(const Columns& given, std::uint32_t first, std::uint32_t rows) {
+    std::vector<RowColumn> columns;
     for (const auto& [memory, row_bytes] : given) {
         if (row_bytes == 0 || memory.shape(0) / row_bytes < std::size_t{first} + rows)
             throw std::invalid_argument("a column is smaller than the lane's rows");
@@ -207,7 +207,7 @@ void bind_tickets(nb::module_& m) {
         [](nb::handle lanes, std::size_t lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows,
            std::uint32_t arena, std::uint64_t lease, std::uint16_t priority) {
             const Write all(lanes);
-            grant(one_of<Lane>(all, lane), model, first, rows, arena, lease, priority);
+            grant(one_of<LaneRecord>(all, lane), model, first, rows, arena, lease, priority);
         },
         nb::arg("lanes"), nb::arg("lane"), nb::arg("model"), nb::arg("first"), nb::arg("rows"), nb::arg("arena"),
         nb::arg("lease"), nb::arg("priority"),
@@ -216,7 +216,7 @@ void bind_tickets(nb::module_& m) {
         "take_back_lane",
         [](nb::handle lanes, std::size_t lane) {
             const Write all(lanes);
-            take_back(one_of<Lane>(all, lane));
+            take_back(one_of<LaneRecord>(all, lane));
         },
         nb::arg("lanes"), nb::arg("lane"), "Revoke a lane: engines refuse its tickets from now on.");
     m.def(
@@ -342,7 +342,7 @@ void bind_tickets(nb::module_& m) {
                 if (at.rows() < to.rows() || out_verdicts.rows() < to.rows())
                     throw std::out_of_range("places or verdicts hold fewer rows than the records");
                 return self.read(these.records<const Ticket>(), these.rows(), from.records<const SessionRecord>(),
-                                 held.records<const Lane>(), held.rows(), to.records<SessionRecord>(),
+                                 held.records<const LaneRecord>(), held.rows(), to.records<SessionRecord>(),
                                  at.records<std::int64_t>(), out_verdicts.records<std::uint8_t>());
             },
             nb::arg("tickets"), nb::arg("column"), nb::arg("lanes"), nb::arg("records"), nb::arg("places"), nb::arg("verdicts"),

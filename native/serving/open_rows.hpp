@@ -38,7 +38,7 @@ class SessionBook {
     // Read the records of the tickets' rows from the column, whose bounds were checked. Fills records, places and verdicts,
     // one per row, and returns flags of `Found`. A ticket with an invalid row is not computed, so a later ticket of its
     // sessions in this batch is checked against the same step.
-    std::uint32_t read(const Ticket* tickets, std::size_t n, const SessionRecord* column, const Lane* lanes, std::size_t n_lanes,
+    std::uint32_t read(const Ticket* tickets, std::size_t n, const SessionRecord* column, const LaneRecord* lanes, std::size_t n_lanes,
                        SessionRecord* records, std::int64_t* places, std::uint8_t* verdicts) {
         ++batch_;
         rows_.clear();

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "serving/lane_engines.hpp"
+#include "serving/engine_rings.hpp"
 #include "serving/zmtp.hpp"
 
 namespace jurybox {
@@ -30,8 +30,8 @@ class RelayLane {
 
     // `lease` is the client's number for the lane, which has `rows` rows of the arena from `first` on. `prefix` begins each message.
     // Nothing happens before `take_over`.
-    RelayLane(Zmtp& link, std::vector<LaneEngine> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
-              std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs, std::string prefix)
+    RelayLane(Zmtp& link, std::vector<EngineRings> engines, std::uint64_t lease, std::uint32_t first, std::uint32_t rows,
+              std::vector<RowColumn> inputs, std::vector<RowColumn> outputs, std::string prefix)
         : link_(link), lease_(lease), first_(first), rows_(rows), inputs_(std::move(inputs)), outputs_(std::move(outputs)),
           prefix_(std::move(prefix)), engines_(std::move(engines)) {
         sent_.reserve(kRing);
@@ -49,7 +49,7 @@ class RelayLane {
         std::vector<Sent> sent;
         sent.swap(sent_);
         sent_.reserve(kRing);
-        for (LaneEngine& engine : engines_) engine.tickets = 0;
+        for (EngineRings& engine : engines_) engine.tickets = 0;
         return sent;
     }
     bool mine() const { return mine_; }
@@ -129,7 +129,7 @@ class RelayLane {
         }
         for (std::size_t i = 0; i < inputs_.size(); ++i)
             if (message[1 + i].size() != came.rows * inputs_[i].row_bytes) return false;
-        LaneEngine* const engine = choose_engine(engines_);
+        EngineRings* const engine = choose_engine(engines_);
         if (sent_.size() == kRing || engine == nullptr) return false;
         for (std::size_t i = 0; i < inputs_.size(); ++i)
             std::memcpy(inputs_[i].first + came.first * inputs_[i].row_bytes, message[1 + i].data(), message[1 + i].size());
@@ -154,10 +154,10 @@ class RelayLane {
     Zmtp& link_;
     const std::uint64_t lease_;
     const std::uint32_t first_, rows_;
-    const std::vector<LaneColumn> inputs_, outputs_;
+    const std::vector<RowColumn> inputs_, outputs_;
     const std::string prefix_;
     std::string head_;  // of an answer
-    std::vector<LaneEngine> engines_;
+    std::vector<EngineRings> engines_;
     bool mine_ = false;
     std::uint64_t number_ = 0, looked_ = 0;
     std::vector<Sent> sent_;

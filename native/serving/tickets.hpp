@@ -38,7 +38,7 @@ struct Ticket {
 static_assert(sizeof(Ticket) == 64);
 
 // The same 32 bytes as LANE in scoreboard.py. The supervisor writes it with `grant` and `take_back`.
-struct Lane {
+struct LaneRecord {
     std::uint64_t lease;
     std::uint32_t model;
     std::uint32_t first;
@@ -48,22 +48,22 @@ struct Lane {
     std::uint16_t deaths;
     std::uint16_t priority;
 };
-static_assert(sizeof(Lane) == 32);
+static_assert(sizeof(LaneRecord) == 32);
 
 // A tensor's rows in a lane: the address of the lane's first row, and the bytes of each row.
-struct LaneColumn {
+struct RowColumn {
     std::byte* first;
     std::size_t row_bytes;
 };
 
-inline std::atomic<std::uint64_t>& lease_of(Lane& lane) { return reinterpret_cast<std::atomic<std::uint64_t>&>(lane.lease); }
-inline const std::atomic<std::uint64_t>& lease_of(const Lane& lane) {
+inline std::atomic<std::uint64_t>& lease_of(LaneRecord& lane) { return reinterpret_cast<std::atomic<std::uint64_t>&>(lane.lease); }
+inline const std::atomic<std::uint64_t>& lease_of(const LaneRecord& lane) {
     return reinterpret_cast<const std::atomic<std::uint64_t>&>(lane.lease);
 }
 
 // Lease a lane; called by the supervisor. The lease is stored last with release semantics: a reader that loads it with
 // acquire semantics sees the rows that belong to it.
-inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows, std::uint32_t arena,
+inline void grant(LaneRecord& lane, std::uint32_t model, std::uint32_t first, std::uint32_t rows, std::uint32_t arena,
                   std::uint64_t lease, std::uint16_t priority = kNormal) {
     lane.model = model;
     lane.first = first;
@@ -75,7 +75,7 @@ inline void grant(Lane& lane, std::uint32_t model, std::uint32_t first, std::uin
 
 // Revoke a lane; called by the supervisor. Its tickets are refused from now on. The other fields stay until the next grant,
 // which happens after every engine has confirmed that it no longer uses this lease.
-inline void take_back(Lane& lane) { lease_of(lane).store(0, std::memory_order_release); }
+inline void take_back(LaneRecord& lane) { lease_of(lane).store(0, std::memory_order_release); }
 
 // The codes of errors.py that are used here.
 enum : std::uint32_t { kOk = 0, kBusy = 2, kModelNotFound = 3, kRefused = 7, kStaleLease = 14 };
@@ -95,7 +95,7 @@ class Admission {
 
     // Set each ticket's transport, priority, model and code. `limits[m]` is the largest ticket of model m, 0 if it is not served;
     // `arenas[m]` is the number of its arena: tickets of lanes in other arenas are refused.
-    Admitted admit(Ticket* tickets, std::size_t n, std::uint16_t transport, const Lane* lanes, std::size_t n_lanes,
+    Admitted admit(Ticket* tickets, std::size_t n, std::uint16_t transport, const LaneRecord* lanes, std::size_t n_lanes,
                    const std::uint32_t* limits, const std::uint32_t* arenas, std::size_t n_models) {
         Admitted result{0, 0, false, false};
         if (n_lanes > inside_.size()) n_lanes = inside_.size();
@@ -105,7 +105,7 @@ class Admission {
             ticket.state.priority = kNormal;
             ticket.state.code = kStaleLease;
             if (ticket.lane < n_lanes && ticket.lease != 0) {
-                const Lane& lane = lanes[ticket.lane];
+                const LaneRecord& lane = lanes[ticket.lane];
                 if (lease_of(lane).load(std::memory_order_acquire) == ticket.lease) {
                     const std::uint32_t model = ticket.model = lane.model, rows = lane.rows;
                     const std::uint16_t priority = lane.priority;  // read once: any process can write to the scoreboard

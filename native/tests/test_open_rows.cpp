@@ -10,7 +10,7 @@ using namespace jurybox;
 namespace {
 
 struct World {
-    std::vector<Lane> lanes = std::vector<Lane>(2);
+    std::vector<LaneRecord> lanes = std::vector<LaneRecord>(2);
     std::vector<SessionRecord> column = std::vector<SessionRecord>(8), records = std::vector<SessionRecord>(8);
     std::vector<std::int64_t> places = std::vector<std::int64_t>(8);
     std::vector<std::uint8_t> verdicts = std::vector<std::uint8_t>(8);

@@ -45,9 +45,9 @@ struct Relayed {
         record.incarnation = kLife, record.state = 2;
         rings = std::make_unique<ShmRingsClient>(memory.get(), kLane, 77, pipe[1], spin_ns);
         engine = std::make_unique<ShmRingsEngine>(memory.get(), kLife, 0);
-        lane = std::make_unique<RelayLane>(*link, std::vector<LaneEngine>{{rings.get(), &record, kLife}}, kLease, kFirst, kRows,
-                                           std::vector<LaneColumn>{{input.data() + kFirst * kIn, kIn}, {mask.data() + kFirst * kMask, kMask}},
-                                           std::vector<LaneColumn>{{output.data() + kFirst * kOut, kOut}}, "J\2");
+        lane = std::make_unique<RelayLane>(*link, std::vector<EngineRings>{{rings.get(), &record, kLife}}, kLease, kFirst, kRows,
+                                           std::vector<RowColumn>{{input.data() + kFirst * kIn, kIn}, {mask.data() + kFirst * kMask, kMask}},
+                                           std::vector<RowColumn>{{output.data() + kFirst * kOut, kOut}}, "J\2");
         lane->take_over(100);
     }
     ~Relayed() { ::close(pipe[0]), ::close(pipe[1]); }
@@ -199,10 +199,10 @@ void test_a_late_answer_to_an_earlier_ticket_is_nobodys() {
 
 void test_tickets_are_spread_over_engines_that_serve() {
     Relayed to, other;  // of the second only the engine
-    to.lane = std::make_unique<RelayLane>(*to.link, std::vector<LaneEngine>{{to.rings.get(), &to.record, kLife}, {other.rings.get(), &other.record, kLife}},
+    to.lane = std::make_unique<RelayLane>(*to.link, std::vector<EngineRings>{{to.rings.get(), &to.record, kLife}, {other.rings.get(), &other.record, kLife}},
                                           kLease, kFirst, kRows,
-                                          std::vector<LaneColumn>{{to.input.data() + kFirst * kIn, kIn}, {to.mask.data() + kFirst * kMask, kMask}},
-                                          std::vector<LaneColumn>{{to.output.data() + kFirst * kOut, kOut}}, "J\2");
+                                          std::vector<RowColumn>{{to.input.data() + kFirst * kIn, kIn}, {to.mask.data() + kFirst * kMask, kMask}},
+                                          std::vector<RowColumn>{{to.output.data() + kFirst * kOut, kOut}}, "J\2");
     to.lane->take_over(100);
     to.ask(1, 0, 1), to.ask(2, 1, 1), to.ask(3, 2, 1);
     CHECK(to.take_in() == 3);

@@ -24,7 +24,7 @@ Ticket ticket(std::uint32_t lane, std::uint64_t lease, std::uint32_t first, std:
 }
 
 struct World {
-    std::vector<Lane> lanes = std::vector<Lane>(4);
+    std::vector<LaneRecord> lanes = std::vector<LaneRecord>(4);
     Admission admission{4};
 
     std::uint32_t admit(Ticket& t) {

@@ -1,7 +1,7 @@
 // A request is cut at its top level, or left to protobuf: the parts lie within it, and written again they are the same.
 #include <string>
 
-#include "gateway/infer_lane.hpp"
+#include "gateway/fast_lane.hpp"
 #include "input.hpp"
 
 using namespace jurybox;

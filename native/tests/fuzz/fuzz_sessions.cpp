@@ -10,7 +10,7 @@ using namespace jurybox;
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     constexpr std::uint32_t kRows = 8;
     Input input(data, size);
-    std::vector<Lane> lanes(2);
+    std::vector<LaneRecord> lanes(2);
     grant(lanes[0], 0, 0, 4, 5, 77);
     grant(lanes[1], 0, 4, 4, 5, 78);
     SessionBook book(8);

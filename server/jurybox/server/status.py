@@ -20,7 +20,7 @@ from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 
 if TYPE_CHECKING:
     from jurybox.protocol.control_pb2 import TensorSpecMessage
-    from jurybox.server.supervisor.leases import LeasedLane
+    from jurybox.server.supervisor.leases import GrantedLease
     from jurybox.server.supervisor.models import HeldModel
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -41,7 +41,9 @@ _SUMS = (
 )
 
 
-def status_json(scoreboard: Scoreboard, models: Sequence[HeldModel], lanes: Sequence[LeasedLane], **server: Any) -> str:
+def status_json(
+    scoreboard: Scoreboard, models: Sequence[HeldModel], lanes: Sequence[GrantedLease], **server: Any
+) -> str:
     """Return the status document as JSON; `server` as in `status_document`."""
     return json.dumps(status_document(scoreboard, models, lanes, **server))
 
@@ -49,7 +51,7 @@ def status_json(scoreboard: Scoreboard, models: Sequence[HeldModel], lanes: Sequ
 def status_document(
     scoreboard: Scoreboard,
     models: Sequence[HeldModel],
-    lanes: Sequence[LeasedLane],
+    lanes: Sequence[GrantedLease],
     *,
     segments: Mapping[str, int],
     server_id: str,
@@ -176,7 +178,7 @@ def _state(engines: Sequence[dict[str, Any]]) -> str:
     return "down" if absent and any(engine["restarts"] or engine["hung"] for engine in engines) else "starting"
 
 
-def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[LeasedLane], monotonic_ns: int) -> dict[str, Any]:
+def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[GrantedLease], monotonic_ns: int) -> dict[str, Any]:
     """Return the status of one model; `counters` (engines,) are summed."""
     message = held.message()
     sums = {name: int(counters[name].sum()) for name in _SUMS}

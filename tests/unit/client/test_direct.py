@@ -30,7 +30,7 @@ from jurybox.protocol.errors import Code, TooManyFiles
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 from jurybox.server.relay.open_front import OpenFront
-from jurybox.server.relay.remote_clients import HeldLane, InlineTicket
+from jurybox.server.relay.remote_clients import InlineTicket, RelayedTickets
 
 LANE, LEASE, LIFE = 3, 77, 9
 # What opens a connection of ZeroMQ's (rfc.zeromq.org/spec/37).
@@ -484,7 +484,7 @@ def test_an_answer_is_copied_only_if_all_of_it_fits(code):
         columns=rows.columns, transport=None, submit=lambda *_: sent, receive_now=lambda: None, rows=4
     )
     for room in (*range(0, 400, 3), *range(400, 12_000, 100)):
-        held = HeldLane(lane, b"Rone", b"", None, 0, 4)
+        held = RelayedTickets(lane, b"Rone", b"", None, 0, 4)
         held.submit(InlineTicket(b"Rone", 9, 10**9, 0, 4, 0, 1), [bytes(32)])
         sent.answer = Answer(1, int(code), "why", 0, 1)
         came = list(held.answers(lambda _, size, room=room: size <= room))

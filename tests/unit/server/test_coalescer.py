@@ -17,7 +17,7 @@ from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.frontend.coalescer import RequestCoalescer
-from jurybox.server.frontend.lanes import ModelLane
+from jurybox.server.frontend.lanes import SharedLane
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.requests import InferRequest, Input
 from jurybox.server.security.access import ClientConnection
@@ -249,7 +249,7 @@ async def test_a_lane_given_up_is_closed_when_its_last_ticket_has_ended():
 
     let_go = []
     lanes = SimpleNamespace(retire=lambda held: None, let_go=let_go.append, pace=WorkPace())
-    held = ModelLane(Slow(), 8, makeshift=False, lanes=lanes, key=("slow", 2))
+    held = SharedLane(Slow(), 8, makeshift=False, lanes=lanes, key=("slow", 2))
     asking = asyncio.create_task(held.coalescer.ask(ROW, 1, 60.0, 0))
     await turns()
     held.coalescer.give_up(Refused("over", Code.STALE_LEASE))

@@ -10,7 +10,7 @@ import pytest
 
 from jurybox.client import Busy, Refused
 from jurybox.protocol.errors import Code
-from jurybox.server.frontend.lanes import Lanes
+from jurybox.server.frontend.lanes import ModelRows
 
 
 def lane(name, *, exchanged=False):
@@ -23,7 +23,7 @@ LOADING = Refused("model 'sum' is loading", Code.NOT_READY)
 
 def held_soon(monkeypatch, answers, seconds=10.0):
     """What `hold_soon` gives where `hold` answers so, one after another and then the last again and again."""
-    lanes = Lanes("ipc:///nowhere")
+    lanes = ModelRows("ipc:///nowhere")
     left = list(answers)
 
     async def hold(name, *, trying=False, priority=2):
@@ -62,16 +62,16 @@ def test_while_no_engine_serves_a_lane_of_few_rows_is_kept(monkeypatch):
 
 
 def test_the_connection_of_lanes_ends_with_them():
-    closed, lanes = [], Lanes("ipc:///nowhere")
+    closed, lanes = [], ModelRows("ipc:///nowhere")
     lanes._server = SimpleNamespace(close=lambda: closed.append("server"))
     lanes.close()
     lanes._thread.shutdown()
     assert closed == ["server"]
-    Lanes("ipc:///nowhere")._disconnect()  # there is none yet
+    ModelRows("ipc:///nowhere")._disconnect()  # there is none yet
 
 
 async def test_a_lane_that_a_larger_one_replaces_is_let_go(monkeypatch):
-    lanes, released, key = Lanes("ipc:///nowhere"), [], ("sum", 2)
+    lanes, released, key = ModelRows("ipc:///nowhere"), [], ("sum", 2)
     monkeypatch.setattr(lanes, "let_go", released.append)
     earlier, later = lane("few rows", exchanged=True), lane("many rows")
     for held in (earlier, later, later):

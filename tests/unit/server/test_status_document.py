@@ -18,7 +18,7 @@ from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import PROTOCOL_VERSION
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.status import percentile, status_document, status_json
-from jurybox.server.supervisor.leases import LeasedLane
+from jurybox.server.supervisor.leases import GrantedLease
 from jurybox.server.supervisor.models import HeldModel
 
 SECOND = 10**9
@@ -50,7 +50,7 @@ class Scene:
         for name, value in fields.items():
             self.scoreboard.counters[name][engine, self.model.index] = value
 
-    def document(self, lanes: list[LeasedLane] | None = None, **options: object) -> dict:
+    def document(self, lanes: list[GrantedLease] | None = None, **options: object) -> dict:
         segments = {segment.name: segment.size for segment in (self.scoreboard.segment, self.arena.segment)}
         options = {"segments": segments, "now": 5060.0, "monotonic_ns": NOW, **options}
         return status_document(
@@ -69,8 +69,8 @@ def scene() -> Iterator[Scene]:
     scene.close()
 
 
-def lane(number: int, rows: int, retiring: bool = False) -> LeasedLane:
-    return LeasedLane(number, number + 1, 3, 0, rows, 0.0, retiring={0} if retiring else None)
+def lane(number: int, rows: int, retiring: bool = False) -> GrantedLease:
+    return GrantedLease(number, number + 1, 3, 0, rows, 0.0, retiring={0} if retiring else None)
 
 
 def test_the_document_is_json_and_names_the_process(scene):

@@ -7,10 +7,10 @@ from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.bindings import Bindings
-from jurybox.server.supervisor.leases import LeasedLane
+from jurybox.server.supervisor.leases import GrantedLease
 from jurybox.server.supervisor.models import HeldModel
 
-LANE = LeasedLane(lane=0, lease=7, model=0, first=0, rows=4, granted=0.0)
+LANE = GrantedLease(lane=0, lease=7, model=0, first=0, rows=4, granted=0.0)
 ENGINES = (0, 1)
 
 

@@ -15,7 +15,7 @@ from jurybox.client import Busy, Server, Timeout
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, Lanes, ModelLane
+from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, MOMENT, SOON, ModelRows, SharedLane
 from jurybox.server.frontend.panels import Panels, voted
 from jurybox.server.frontend.readiness import SelfTest
 from jurybox.server.frontend.requests import RowsReply, RowsRequest
@@ -55,7 +55,7 @@ class Frontend:
         panels: Panels | None = None,
     ) -> None:
         self.panels = panels or {}
-        self.lanes = Lanes(address)
+        self.lanes = ModelRows(address)
         self.sequences = Sequences(idle, share=sessions_share)
         self.readiness = SelfTest(source, self.lanes)
         self.record_outcome = self.readiness.record
@@ -120,7 +120,7 @@ class Frontend:
 
     async def _held(
         self, model: str, until: float, priority: int, exchanged: float | None = None, *, patient: bool = False
-    ) -> ModelLane:
+    ) -> SharedLane:
         """Return the lane of a model; see `spec`."""
         if exchanged is None:
             exchanged = min(until - SOON, time.monotonic() + MOMENT)
@@ -201,7 +201,7 @@ def _by_name(spec: ModelSpec, outputs: Any) -> Mapping[str, Any]:
     return named
 
 
-def _require_sequence(held: ModelLane, turn: SequenceTurn | None) -> None:
+def _require_sequence(held: SharedLane, turn: SequenceTurn | None) -> None:
     """Check that a request belongs to a sequence exactly if the model is stateful.
 
     Raises:

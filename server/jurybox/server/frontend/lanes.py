@@ -39,7 +39,7 @@ SOON, MOMENT = 0.02, 1.5  # seconds: between attempts to lease rows; until a dea
 _SESSIONS = 1024  # the maximum of a model's sequences: each uses a row of the lane and a state on the engines' device
 
 
-class ModelLane:
+class SharedLane:
     """A lane of a model, leased until the model's spec changes.
 
     Attributes:
@@ -53,7 +53,7 @@ class ModelLane:
     """
 
     def __init__(
-        self, model: Model, rows: int, *, makeshift: bool, lanes: Lanes, key: _Key, returns: Returns | None = None
+        self, model: Model, rows: int, *, makeshift: bool, lanes: ModelRows, key: _Key, returns: Returns | None = None
     ) -> None:
         self.model = model
         self.key = key
@@ -111,7 +111,7 @@ class ModelLane:
         return self.sessions is not None and len(self.free) < max(1, self.rows - 1)
 
 
-class Lanes:
+class ModelRows:
     """Leases a lane for each requested model and runs requests on it. Use it in one event loop only.
 
     Args:
@@ -129,11 +129,11 @@ class Lanes:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lanes")  # blocking calls run there
         self._connecting = threading.Lock()
         self._server: Server | None = None
-        self._held: dict[_Key, ModelLane] = {}
-        self._holding: dict[_Key, asyncio.Future[ModelLane]] = {}
-        self._reserved: dict[ModelLane, None] = {}
+        self._held: dict[_Key, SharedLane] = {}
+        self._holding: dict[_Key, asyncio.Future[SharedLane]] = {}
+        self._reserved: dict[SharedLane, None] = {}
 
-    async def hold(self, name: str, *, trying: bool = False, priority: int = NORMAL) -> ModelLane:
+    async def hold(self, name: str, *, trying: bool = False, priority: int = NORMAL) -> SharedLane:
         """Return the lane of a model; lease it first if there is none.
 
         Args:
@@ -157,14 +157,14 @@ class Lanes:
             holding.add_done_callback(lambda done: self._leased(key, done))
         return await asyncio.shield(holding)  # a cancelled caller must not cancel it for the others
 
-    async def hold_soon(self, name: str, until: float, priority: int = NORMAL) -> ModelLane:
+    async def hold_soon(self, name: str, until: float, priority: int = NORMAL) -> SharedLane:
         """Return the lane as `hold` does; if no row is free, wait for one until `until` (s of the monotonic clock).
 
         For sequences, also wait for a larger lane if this one was leased just now with few rows.
 
         A gateway that has just started may request rows before those of its dead predecessor are reclaimed.
         """
-        held: ModelLane | None = None
+        held: SharedLane | None = None
         while True:
             late = time.monotonic() > until
             try:
@@ -179,14 +179,14 @@ class Lanes:
                     return held
             await asyncio.sleep(SOON)
 
-    def held(self, name: str) -> ModelLane | None:
+    def held(self, name: str) -> SharedLane | None:
         """Return the lane of a model's normal requests if `hold` would return it without leasing, else None."""
         held = self._held.get((name, NORMAL))
         return None if held is None or held.makeshift else held
 
     async def reserve(
         self, name: str, rows: int, seconds: float, returns: Callable[[Model], Returns], priority: int = NORMAL
-    ) -> ModelLane:
+    ) -> SharedLane:
         """Lease a lane for one door: rows of clients that keep them whether they ask or not. `retire` gives it back.
 
         Args:
@@ -198,12 +198,12 @@ class Lanes:
             Busy, ModelNotFound, ModelFailed, Refused, Timeout, ServerGone.
         """
         model, leased = await self.call(lambda server: _reserved(server, name, rows, seconds, priority))
-        held = ModelLane(model, leased, makeshift=False, lanes=self, key=(name, priority), returns=returns(model))
+        held = SharedLane(model, leased, makeshift=False, lanes=self, key=(name, priority), returns=returns(model))
         self._reserved[held] = None
         return held
 
     async def ask(
-        self, held: ModelLane, inputs: Arrays, n: int, seconds: float, version: int, client: Any = None
+        self, held: SharedLane, inputs: Arrays, n: int, seconds: float, version: int, client: Any = None
     ) -> tuple[Arrays, int]:
         """Compute n rows; more than a batch holds are sent in pieces, possibly computed by several weights versions.
 
@@ -226,7 +226,7 @@ class Lanes:
 
     async def ask_sessions(
         self,
-        held: ModelLane,
+        held: SharedLane,
         inputs: Arrays,
         sessions: list[int],
         begin: list[bool],
@@ -244,14 +244,14 @@ class Lanes:
             return await held.coalescer.ask(inputs, len(sessions), seconds, version, begins, client)
 
     async def exchange_state(
-        self, held: ModelLane, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
+        self, held: SharedLane, sessions: list[int], begin: list[bool], state: Arrays | None, seconds: float
     ) -> Arrays:
         """Return the state of some sessions by name, or write `state` if given. Raises the errors of `ask_sessions`."""
         assert held.sessions is not None
         with held:
             return await held.sessions.exchange_state_async(sessions, begin, state, seconds)
 
-    async def probe(self, held: ModelLane, seconds: float, version: int) -> None:
+    async def probe(self, held: SharedLane, seconds: float, version: int) -> None:
         """Request one row of zeros. Raises the errors of `ask`."""
         row = {name: spec.zeros(1) for name, spec in held.spec.inputs.items()}
         try:
@@ -298,7 +298,7 @@ class Lanes:
         """Release a lane of `lease_another` in the background."""
         self._thread.submit(model.close)
 
-    def retire(self, held: ModelLane) -> None:
+    def retire(self, held: SharedLane) -> None:
         """Give up a lane: its requests are sent again on the next one. It is released when it is no longer in use."""
         if held.retired:
             return
@@ -310,7 +310,7 @@ class Lanes:
         held.coalescer.give_up(Refused(why, Code.STALE_LEASE))
         self.let_go(held)
 
-    def let_go(self, held: ModelLane) -> None:
+    def let_go(self, held: SharedLane) -> None:
         """Close a lane that was given up, once it is unused."""
         if held.retired and not held.closed and not held.in_use and not held.coalescer.busy:
             held.closed = True
@@ -334,7 +334,7 @@ class Lanes:
         self._thread.shutdown(wait=False)
 
     async def _in_pieces(
-        self, held: ModelLane, inputs: Arrays, n: int, until: float, version: int
+        self, held: SharedLane, inputs: Arrays, n: int, until: float, version: int
     ) -> tuple[Arrays, int]:
         outputs = held.codec.room(n)
         starts = iter(range(0, n, held.piece))
@@ -366,7 +366,7 @@ class Lanes:
             raise row_failed(held.spec.name, dict(sorted(errors.items())), n, shaped(outputs), min(versions))
         return outputs, min(versions)
 
-    def _leased(self, key: _Key, done: asyncio.Future[ModelLane]) -> None:
+    def _leased(self, key: _Key, done: asyncio.Future[SharedLane]) -> None:
         self._holding.pop(key, None)
         if done.cancelled() or done.exception() is not None:
             return
@@ -377,7 +377,7 @@ class Lanes:
                 earlier.retired = True  # requests in flight are still answered there
                 self.let_go(earlier)
 
-    def _lease(self, key: _Key, trying: bool, earlier: ModelLane | None) -> ModelLane:
+    def _lease(self, key: _Key, trying: bool, earlier: SharedLane | None) -> SharedLane:
         """Lease as many rows as available, or one for a probe. Runs in the thread."""
         name, priority = key
         try:
@@ -408,7 +408,7 @@ class Lanes:
                     model = server.model(name, rows=rows, wait=False, priority=priority)
                     # Stateless requests work with few rows; every sequence needs its own row.
                     few = stateful and rows < wanted
-                    return ModelLane(model, rows, makeshift=trying or few, lanes=self, key=key)
+                    return SharedLane(model, rows, makeshift=trying or few, lanes=self, key=key)
                 except Busy:
                     if rows == 1:
                         raise

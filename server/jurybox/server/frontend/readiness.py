@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jurybox.protocol.errors import Code, Error, ServerGone, Timeout, said
-from jurybox.server.frontend.lanes import MOMENT, SOON, Lanes
+from jurybox.server.frontend.lanes import MOMENT, SOON, ModelRows
 from jurybox.server.frontend.source import Document, StatusSource
 
 FRESH = 0.05  # seconds during which a model that has answered needs no probe
@@ -67,7 +67,7 @@ class SelfTest:
         clock: monotonic clock, in seconds.
     """
 
-    def __init__(self, source: StatusSource, lanes: Lanes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: StatusSource, lanes: ModelRows, clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self._lanes = lanes
         self._clock = clock

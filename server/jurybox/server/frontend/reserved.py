@@ -10,7 +10,7 @@ from jurybox.client import Model
 from jurybox.protocol.errors import Code, Refused, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.frontend.lanes import Lanes, ModelLane
+from jurybox.server.frontend.lanes import ModelRows, SharedLane
 from jurybox.server.frontend.requests import RowsReply, RowsRequest
 from jurybox.server.frontend.returns import WholeGroup
 
@@ -34,7 +34,7 @@ class ReservedRows:
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: ModelRows,
         model: str,
         places: int,
         timeout: float,
@@ -44,7 +44,7 @@ class ReservedRows:
         self._lanes, self._name, self._places, self._timeout = lanes, model, places, timeout
         self._waited, self._priority = waited, priority
         self._leasing = asyncio.Lock()
-        self._held: ModelLane | None = None
+        self._held: SharedLane | None = None
         self._unknown: set[int] = set()  # places whose last request timed out, so that its step may have been computed
 
     @property
@@ -100,7 +100,7 @@ class ReservedRows:
         if held is not None:
             self._lanes.retire(held)
 
-    async def _lane(self) -> ModelLane:
+    async def _lane(self) -> SharedLane:
         async with self._leasing:
             held = self._held
             if held is not None and held.model.spec is not held.spec:  # the model was loaded again with another one
@@ -114,7 +114,7 @@ class ReservedRows:
     def _group(self, model: Model) -> WholeGroup:
         return WholeGroup(min(model.max_batch, self._places), model.requests.lane.engines, self._waited)
 
-    def _require_one(self, held: ModelLane, n: int, place: int, *, begins: bool) -> None:
+    def _require_one(self, held: SharedLane, n: int, place: int, *, begins: bool) -> None:
         if n > 1:
             raise SpecMismatch(f"model {held.spec.name!r} keeps state: expected one row an observation, came {n}")
         if begins:

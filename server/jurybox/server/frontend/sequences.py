@@ -31,7 +31,7 @@ from jurybox.protocol.errors import (
     Timeout,
     plain,
 )
-from jurybox.server.frontend.lanes import Lanes, ModelLane
+from jurybox.server.frontend.lanes import ModelRows, SharedLane
 from jurybox.server.frontend.requests import SET, Steps
 from jurybox.server.frontend.waiting_rows import Arrays
 from jurybox.server.security.limits import CALLER, sessions_share
@@ -65,7 +65,7 @@ class _Sequence:
     def __init__(self, now: float) -> None:
         self.coming = 0
         self.next: int | None = None
-        self.held: ModelLane | None = None
+        self.held: SharedLane | None = None
         self.slot = -1
         self.caller: Hashable = None
         self.tail: asyncio.Future[None] | None = None
@@ -116,7 +116,7 @@ class SequenceTurn:
         return not any(self.steps)
 
     async def infer(
-        self, lanes: Lanes, held: ModelLane, inputs: Arrays, n: int, until: float, version: int, state: str = ""
+        self, lanes: ModelRows, held: SharedLane, inputs: Arrays, n: int, until: float, version: int, state: str = ""
     ) -> tuple[Arrays, int]:
         """Compute one row of each sequence, in order.
 
@@ -199,7 +199,7 @@ class SequenceTurn:
             if late:
                 raise Timeout(f"an earlier request of this sequence of model {self.model!r} was not answered in time")
 
-    def _require(self, held: ModelLane) -> None:
+    def _require(self, held: SharedLane) -> None:
         """Check that every state is the one that its step expects. Raises SessionLost."""
         gone = [
             row
@@ -223,7 +223,7 @@ class SequenceTurn:
             sessions=list(rows),
         )
 
-    def _place(self, held: ModelLane) -> None:
+    def _place(self, held: SharedLane) -> None:
         """Assign a session to each new sequence. Raises NoSession if none is free, or the connection has its share."""
         wanting = [sequence for sequence in self._of if sequence.held is not held]
         caller, most = CALLER.get(), sessions_share(self._all.share, max(1, held.rows - 1))

@@ -39,7 +39,7 @@ from jurybox.protocol.wire import (
 )
 from jurybox.server.logs import LogLimiter
 from jurybox.server.relay.open_front import OpenFront
-from jurybox.server.relay.remote_clients import Front, HeldLane, InlineTicket, head
+from jurybox.server.relay.remote_clients import Front, InlineTicket, RelayedTickets, head
 from jurybox.server.security.doors import refusal
 from jurybox.server.security.limits import sessions_share
 
@@ -84,7 +84,7 @@ class Relay:
         self._link = link
         self._limited = LogLimiter(report)
         self._loop = asyncio.get_running_loop()
-        self._lanes: dict[int, HeldLane] = {}  # by the lease number given to the client, which is unguessable
+        self._lanes: dict[int, RelayedTickets] = {}  # by the lease number given to the client, which is unguessable
         self._missing: dict[bytes, int] = {}
         self._calls: dict[bytes, tuple[float, bytes, bytes, Answer]] = {}
         self._calls_of: Counter[bytes] = Counter()
@@ -92,8 +92,8 @@ class Relay:
         self._number = 0
         self._pumping = self._closed = self._draining = False
         self._pay_scheduled = False
-        self._waiting: dict[HeldLane, None] = {}  # lanes with tickets in flight
-        self._lone: HeldLane | None = None  # the only one of those, if there is one
+        self._waiting: dict[RelayedTickets, None] = {}  # lanes with tickets in flight
+        self._lone: RelayedTickets | None = None  # the only one of those, if there is one
         self._turns = 0  # for which it was the only one
         self._words = Words()
         self._back_descriptor = int(back.getsockopt(zmq.FD))
@@ -158,7 +158,7 @@ class Relay:
                 elif descriptor == self._back_descriptor:
                     self._again()  # its messages first
 
-    def _serve_alone(self, lone: HeldLane, seconds: float) -> None:
+    def _serve_alone(self, lone: RelayedTickets, seconds: float) -> None:
         """Serve a client that is alone, without returning here for each of its requests."""
         if lone.stay(self._descriptors, _PAUSE_MS / 1e3, seconds) and isinstance(self._front, OpenFront):
             self._front.look_again(lone.sender)
@@ -309,11 +309,11 @@ class Relay:
             ticket = InlineTicket(sender, sequence, left, row, rows, version, incarnation)
         self._send([sender, head(ticket, error.code, str(error))])
 
-    def _take_in(self, held: HeldLane) -> None:
+    def _take_in(self, held: RelayedTickets) -> None:
         if held.take_in():
             self._waiting[held] = None
 
-    def _answered(self, held: HeldLane) -> None:
+    def _answered(self, held: RelayedTickets) -> None:
         if not held.answer():
             for frames in held.answers(self._front.has_room):
                 self._front.send(frames)
@@ -441,7 +441,7 @@ class Relay:
         number = secrets.randbits(63) | 1
         granted = Lease(model=lease.model, lease=number, rows=lease.rows, priority=lease.priority)
         granted.model.arena = ""
-        held = HeldLane(lane, sender, call, granted, lease.first_row, lease.rows)
+        held = RelayedTickets(lane, sender, call, granted, lease.first_row, lease.rows)
         self._lanes[number] = held
         held.watch(self._loop, self._words, self._serve)
         return ControlReply(lease=granted)

@@ -229,7 +229,7 @@ class InlineTicket(NamedTuple):
     incarnation: int  # of the client's connection
 
 
-class HeldLane:
+class RelayedTickets:
     """Sends the tickets of one client to the engines.
 
     Its tickets in flight are managed either by this object or by a native.RelayLane. The latter handles all regular

@@ -10,7 +10,7 @@ from jurybox.protocol.control_pb2 import BindingMessage, BindRequest, RegionPlac
 from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Refused, plain
 from jurybox.protocol.spec import TensorSpec
-from jurybox.server.supervisor.leases import LeasedLane
+from jurybox.server.supervisor.leases import GrantedLease
 from jurybox.server.supervisor.models import HeldModel
 
 
@@ -35,7 +35,7 @@ class Bindings:
         self._bound: dict[tuple[int, int], _Bound] = {}
 
     def handle(
-        self, request: BindRequest, lane: LeasedLane, held: HeldModel, living: Collection[int]
+        self, request: BindRequest, lane: GrantedLease, held: HeldModel, living: Collection[int]
     ) -> BindingMessage:
         """Bind or unbind rows; a repeated request returns the progress.
 
@@ -89,7 +89,7 @@ class Bindings:
         for key in [key for key, bound in self._bound.items() if bound.ending and not bound.waiting]:
             del self._bound[key]
 
-    def _order(self, request: BindRequest, lane: LeasedLane, held: HeldModel) -> dict[str, Any]:
+    def _order(self, request: BindRequest, lane: GrantedLease, held: HeldModel) -> dict[str, Any]:
         assert held.spec is not None
         if held.spec.open or held.settings.group or held.settings.deterministic:
             raise Refused(

@@ -23,7 +23,7 @@ from jurybox.server.settings.endpoints import bind_for_own_user
 from jurybox.server.settings.loadable import LONGEST_KEEP, require_loadable, require_loadable_from_elsewhere
 from jurybox.server.status import status_json
 from jurybox.server.supervisor.engines import Engines
-from jurybox.server.supervisor.leases import LeasedLane, Leases
+from jurybox.server.supervisor.leases import GrantedLease, Leases
 from jurybox.server.supervisor.models import HeldModel, Models
 from jurybox.server.supervisor.weights_saver import WeightsSaver
 
@@ -191,7 +191,7 @@ class ControlHandlers:
             "bind": self._bind,
         }
 
-    def forget(self, lane: LeasedLane) -> None:
+    def forget(self, lane: GrantedLease) -> None:
         """Order all engines to forget a retiring lane."""
         self._engines.bindings.forget(lane.lease)
         self._engines.order("retire", lane=lane.lane, lease=lane.lease)

@@ -20,7 +20,7 @@ GRACE = 2.0  # seconds from the grant to the client's lock
 
 
 @dataclass(slots=True)
-class LeasedLane:
+class GrantedLease:
     """A lane that is not free."""
 
     lane: int
@@ -47,12 +47,12 @@ class Leases:
         self._scoreboard = scoreboard
         self._is_locked = is_locked
         self._clock = clock
-        self._lanes: dict[int, LeasedLane] = {}
+        self._lanes: dict[int, GrantedLease] = {}
         self._engines: dict[int, int] = {}  # of each model's last lane
         # The first number is random, so that tickets of an earlier server's clients are recognised as stale.
         self._next = (secrets.randbits(31) << 32) + 1
 
-    def held(self, lane: int, lease: int) -> LeasedLane | None:
+    def held(self, lane: int, lease: int) -> GrantedLease | None:
         """Return a lane if it has this lease and is not retiring; else None."""
         found = self._lanes.get(lane)
         return found if found is not None and found.lease == lease and found.retiring is None else None
@@ -65,7 +65,7 @@ class Leases:
         arena: int = 0,
         engines: Sequence[int] = (0,),
         priority: int = NORMAL,
-    ) -> LeasedLane:
+    ) -> GrantedLease:
         """Lease `rows` adjacent rows of a model's arena, whose number is `arena`.
 
         Args:
@@ -85,14 +85,14 @@ class Leases:
                 "model's 'rows' in the server's configuration"
             )
         engine = self._least_leased(model, engines)
-        leased_lane = LeasedLane(lane, self._next, model, first, rows, self._clock(), engine)
+        leased_lane = GrantedLease(lane, self._next, model, first, rows, self._clock(), engine)
         self._next += 1
         self._lanes[lane] = leased_lane
         for lanes in (self._scoreboard.own_lanes, self._scoreboard.lanes):
             native.grant_lane(lanes, lane, model, first, rows, arena, leased_lane.lease, priority)
         return leased_lane
 
-    def release(self, lane: int, lease: int, engines: Iterable[int]) -> LeasedLane | None:
+    def release(self, lane: int, lease: int, engines: Iterable[int]) -> GrantedLease | None:
         """Release a client's lane and return it; return None if the client does not hold it."""
         leased = self._lanes.get(lane)
         if leased is None or leased.lease != lease or leased.retiring is not None:
@@ -100,7 +100,7 @@ class Leases:
         self._retire(leased, engines)
         return leased
 
-    def reclaim(self, engines: Iterable[int]) -> list[LeasedLane]:
+    def reclaim(self, engines: Iterable[int]) -> list[GrantedLease]:
         """Retire the lanes of clients that died or never locked them, and return these lanes."""
         now = self._clock()
         dead = []
@@ -115,7 +115,7 @@ class Leases:
             self._retire(leased, engines)
         return dead
 
-    def revoke(self, model: int, engines: Iterable[int]) -> list[LeasedLane]:
+    def revoke(self, model: int, engines: Iterable[int]) -> list[GrantedLease]:
         """Retire all lanes of a model whose arena is removed, and return them."""
         revoked = [leased for leased in self._lanes.values() if leased.model == model and leased.retiring is None]
         for leased in revoked:
@@ -144,11 +144,11 @@ class Leases:
             if leased.retiring is not None:
                 self.confirmed(leased.lane, leased.lease, engine)
 
-    def in_use(self) -> list[LeasedLane]:
+    def in_use(self) -> list[GrantedLease]:
         """Return all lanes that are not free."""
         return list(self._lanes.values())
 
-    def _retire(self, leased: LeasedLane, engines: Iterable[int]) -> None:
+    def _retire(self, leased: GrantedLease, engines: Iterable[int]) -> None:
         for lanes in (self._scoreboard.own_lanes, self._scoreboard.lanes):
             native.take_back_lane(lanes, leased.lane)
         leased.retiring = set(engines)

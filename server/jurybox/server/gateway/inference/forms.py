@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, Error, ModelNotFound, Refused, RowFailed
-from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, ModelLane
+from jurybox.server.frontend.lanes import DEFAULT_TIMEOUT, SharedLane
 from jurybox.server.frontend.waiting_rows import Arrays, Put
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.parameters import request_parameters, weights_version
@@ -71,7 +71,7 @@ class Form:
     def __init__(
         self,
         oip: OpenInference,
-        held: ModelLane,
+        held: SharedLane,
         request: InferRequest,
         n: int,
         outputs: Sequence[str],

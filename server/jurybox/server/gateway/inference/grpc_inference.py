@@ -17,7 +17,7 @@ from jurybox.protocol.row_frames import field_head
 from jurybox.protocol.wire import require_name
 from jurybox.server.gateway.grpc_server import Service
 from jurybox.server.gateway.inference import models
-from jurybox.server.gateway.inference.direct_lane import DirectLanes
+from jurybox.server.gateway.inference.fast_path import FastPaths
 from jurybox.server.gateway.inference.forms import Forms
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.requests import InferRequest, InferResponse, Input, Output, RequestedOutput
@@ -183,7 +183,7 @@ class KnownForms:
 
     def __init__(self, oip: OpenInference) -> None:
         self._forms = Forms(oip, _read_form, _written_heads)
-        self.lanes = DirectLanes(_MODEL_INFER, oip.frontend.lanes, oip.frontend.record_outcome)
+        self.lanes = FastPaths(_MODEL_INFER, oip.frontend.lanes, oip.frontend.record_outcome)
 
     def __call__(self, message: bytes, call: DirectCall) -> bool:
         """Answer the call, or return False; a `Direct` method of security.grpc."""

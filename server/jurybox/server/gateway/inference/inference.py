@@ -12,7 +12,7 @@ from jurybox.protocol.errors import Code, Error, Refused, SpecMismatch
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.wire import build_version
 from jurybox.server.frontend.frontend import Frontend, deadline, require_version
-from jurybox.server.frontend.lanes import ModelLane
+from jurybox.server.frontend.lanes import SharedLane
 from jurybox.server.frontend.panels import TOTAL
 from jurybox.server.frontend.source import StatusSource
 from jurybox.server.gateway.inference import models
@@ -88,7 +88,7 @@ class OpenInference:
             raise reply.error
         return asked.response(reply)
 
-    def plain(self, held: ModelLane, request: InferRequest) -> tuple[int, list[str]] | None:
+    def plain(self, held: SharedLane, request: InferRequest) -> tuple[int, list[str]] | None:
         """Return the number of rows of a request and the names of its outputs, which do not depend on its contents.
 
         Return None if the request has special features and must be parsed each time. Raises Error if it is invalid.

@@ -26,7 +26,7 @@ from jurybox.protocol.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.frontend.source import ClientSource
 from jurybox.server.gateway.grpc_server import GrpcServer
-from jurybox.server.gateway.inference import direct_lane, grpc_inference
+from jurybox.server.gateway.inference import fast_path, grpc_inference
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.security.access import Access
 
@@ -331,7 +331,7 @@ def test_native_code_answers_again_after_a_reload(gateway, server):
             for k in range(40):
                 assert action(stub.ModelInfer(message(filled(i + k)), timeout=20)).tolist() == [2 * (i + k) + 1] * 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_lane, "_AGAIN", 0.1)
+        patch.setattr(fast_path, "_AGAIN", 0.1)
         gateway.warm_up(lambda: message(filled(1)))
 
 

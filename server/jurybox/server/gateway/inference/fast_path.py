@@ -21,7 +21,7 @@ from jurybox.client.in_flight import LOOK_AFTER
 from jurybox.client.transports.shm import ShmTransport
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.row_frames import PlainFrames
-from jurybox.server.frontend.lanes import Lanes, ModelLane
+from jurybox.server.frontend.lanes import ModelRows, SharedLane
 from jurybox.server.frontend.returns import BRIEF, QuickHalf
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.security.access import ClientConnection
@@ -53,7 +53,7 @@ class Peer(Protocol):
         ...
 
 
-class DirectLane:
+class FastPath:
     """The rows and tickets of the forms of one model. Use it in one event loop only.
 
     Args:
@@ -69,7 +69,7 @@ class DirectLane:
 
     def __init__(
         self,
-        held: ModelLane,
+        held: SharedLane,
         model: Model,
         forms: native.InferForms,
         record_outcome: Callable[[str, bool], None],
@@ -97,7 +97,7 @@ class DirectLane:
         assert run is not None
         self.first, self.rows = run.first, run.rows
         inputs, outputs = PlainFrames(lane.columns, "inputs"), PlainFrames(lane.columns, "outputs")
-        self._native = native.InferLane(
+        self._native = native.FastLane(
             self.first, self.rows, lane.engines, inputs.memory(), outputs.memory(), self._arrived
         )
         lane.watch(self._loop, self._on_answer)
@@ -237,23 +237,23 @@ class DirectLane:
             self._loop.call_soon(peer.take_back, call, timeout, message)
 
 
-class DirectLanes:
+class FastPaths:
     """The direct lanes of all models.
 
     Args:
         path: of the method whose requests native code may answer.
         lanes: leases them.
-        record_outcome: see `DirectLane`.
+        record_outcome: see `FastPath`.
 
     Attributes:
         forms: for native.GrpcConnection.
     """
 
-    def __init__(self, path: str, lanes: Lanes, record_outcome: Callable[[str, bool], None]) -> None:
+    def __init__(self, path: str, lanes: ModelRows, record_outcome: Callable[[str, bool], None]) -> None:
         self.forms = native.InferForms(path.encode())
         self._lanes = lanes
         self._record_outcome = record_outcome
-        self._open: dict[str, DirectLane] = {}
+        self._open: dict[str, FastPath] = {}
         self._after: dict[str, float] = {}  # no attempt to lease a lane before then, s of the monotonic clock
 
     def consider(self, key: bytes, form: Form) -> None:
@@ -274,14 +274,14 @@ class DirectLanes:
             rows = min(_ROWS, held.model.max_batch)  # an engine refuses a ticket of more than a batch
             self._lanes.lease_another(name, rows, lambda model: self._leased(held, model))
 
-    def _leased(self, held: ModelLane, model: Model) -> None:
+    def _leased(self, held: SharedLane, model: Model) -> None:
         name, lane = held.spec.name, model.requests.lane
         plain = PlainFrames(lane.columns, "inputs") and PlainFrames(lane.columns, "outputs")
         if held.retired or name in self._open or not plain or not isinstance(lane.transport, ShmTransport):
             self._lanes.release(model)
         else:
-            self._open[name] = DirectLane(held, model, self.forms, self._record_outcome, self._lanes.pace)
+            self._open[name] = FastPath(held, model, self.forms, self._record_outcome, self._lanes.pace)
 
-    def _close(self, lane: DirectLane) -> None:
+    def _close(self, lane: FastPath) -> None:
         lane.close()
         self._lanes.release(lane.model)

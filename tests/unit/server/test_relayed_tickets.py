@@ -11,7 +11,7 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.relay.remote_clients import HeldLane, InlineTicket, head
+from jurybox.server.relay.remote_clients import InlineTicket, RelayedTickets, head
 
 
 class Sent:
@@ -46,7 +46,7 @@ def frames(rows):
 
 
 def test_a_number_sent_again_with_other_rows_is_refused_and_leaves_no_row_busy():
-    held = HeldLane(Lane(), b"owner", b"the call", Lease(), 0, 8)
+    held = RelayedTickets(Lane(), b"owner", b"the call", Lease(), 0, 8)
     held.submit(ticket(5, 0, 4), frames(4))
     for first, rows in ((4, 2), (0, 2), (4, 4)):
         with pytest.raises(Error, match="came again with other rows") as caught:

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "serving/lane_engines.hpp"
+#include "serving/engine_rings.hpp"
 
 namespace jurybox {
 
@@ -71,7 +71,7 @@ struct InferParts {
 // Each engine has at most one ticket; requests that arrive while all of them compute share the next one. The rows have a part for
 // each engine's ticket, and one to which requests are written.
 template <class Message, class Caller>
-class InferLane {
+class FastLane {
   public:
     // What requests have in common: their rows, and the columns of their raw inputs and outputs, in the order of the messages.
     struct Form {
@@ -91,18 +91,18 @@ class InferLane {
     };
 
     // `first` is the lane's first row in the arena, `rows` their number, `engines` the number of engines that `attach` may get.
-    InferLane(std::uint32_t first, std::uint32_t rows, std::size_t engines, std::vector<LaneColumn> inputs, std::vector<LaneColumn> outputs)
+    FastLane(std::uint32_t first, std::uint32_t rows, std::size_t engines, std::vector<RowColumn> inputs, std::vector<RowColumn> outputs)
         : first_(first), size_(rows / static_cast<std::uint32_t>(engines + 1)), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {
         for (std::size_t part = 1; part <= engines; ++part) free_.push_back(static_cast<std::uint32_t>(part) * size_);
     }
 
     // Post tickets to these engines, the preferred one first, with numbers above `number`. An incarnation that is no more among
     // them has ended, and writes no more to the rows of its ticket.
-    void attach(std::vector<LaneEngine> engines, std::uint64_t number) {
+    void attach(std::vector<EngineRings> engines, std::uint64_t number) {
         std::vector<Sent> kept;
         for (Sent& sent : sent_) {
-            const LaneEngine& at = engines_[sent.engine];
-            const auto same = std::find_if(engines.begin(), engines.end(), [&](const LaneEngine& one) { return one.rings == at.rings && one.incarnation == at.incarnation; });
+            const EngineRings& at = engines_[sent.engine];
+            const auto same = std::find_if(engines.begin(), engines.end(), [&](const EngineRings& one) { return one.rings == at.rings && one.incarnation == at.incarnation; });
             if (same == engines.end()) {
                 free_.push_back(sent.part);
                 continue;
@@ -119,7 +119,7 @@ class InferLane {
     void detach() { accepts_ = false; }
 
     bool serves() const {
-        return accepts_ && std::any_of(engines_.begin(), engines_.end(), [](const LaneEngine& one) { return one.serves(); });
+        return accepts_ && std::any_of(engines_.begin(), engines_.end(), [](const EngineRings& one) { return one.serves(); });
     }
     std::size_t waiting() const { return waiting_.size(); }
     std::size_t in_flight() const { return sent_.size(); }
@@ -140,7 +140,7 @@ class InferLane {
             if (parts.raw[i].size() != form->rows * inputs_[form->inputs[i]].row_bytes) return false;
         const std::uint32_t row = part_ + used_;
         for (std::size_t i = 0; i < parts.raw.size(); ++i) {
-            const LaneColumn& column = inputs_[form->inputs[i]];
+            const RowColumn& column = inputs_[form->inputs[i]];
             std::memcpy(column.first + row * column.row_bytes, parts.raw[i].data(), parts.raw[i].size());
         }
         used_ += form->rows;
@@ -149,13 +149,13 @@ class InferLane {
     }
 
     // The engine to which the next ticket goes; nullptr: it must wait for an answer, or for an engine.
-    LaneEngine* next() {
-        LaneEngine* const engine = accepts_ ? choose_engine(engines_) : nullptr;
+    EngineRings* next() {
+        EngineRings* const engine = accepts_ ? choose_engine(engines_) : nullptr;
         return engine != nullptr && engine->tickets == 0 ? engine : nullptr;
     }
 
     // Post the waiting requests as one ticket to an engine that has none; return false if that is not possible.
-    bool send(LaneEngine& engine) {
+    bool send(EngineRings& engine) {
         if (waiting_.empty() || free_.empty() || engine.tickets) return false;
         std::int64_t deadline = 0;
         for (const Request& one : waiting_) deadline = std::max(deadline, one.deadline);
@@ -175,7 +175,7 @@ class InferLane {
     bool receive() {
         if (!answered_.empty()) return false;
         for (auto sent = sent_.begin(); sent != sent_.end(); ++sent) {
-            LaneEngine& engine = engines_[sent->engine];
+            EngineRings& engine = engines_[sent->engine];
             Answer answer;
             while (engine.rings->receive(&answer, 1) == 1) {
                 if (answer.sequence != sent->number) continue;
@@ -208,7 +208,7 @@ class InferLane {
             to += bytes;
         };
         for (std::size_t i = 0; i < form.outputs.size(); ++i) {
-            const LaneColumn& column = outputs_[form.outputs[i]];
+            const RowColumn& column = outputs_[form.outputs[i]];
             put(form.heads[i].data(), form.heads[i].size());
             put(column.first + request.first * column.row_bytes, form.rows * column.row_bytes);
         }
@@ -255,8 +255,8 @@ class InferLane {
     };
 
     const std::uint32_t first_, size_;  // of a part
-    const std::vector<LaneColumn> inputs_, outputs_;
-    std::vector<LaneEngine> engines_;
+    const std::vector<RowColumn> inputs_, outputs_;
+    std::vector<EngineRings> engines_;
     std::uint64_t number_ = 0, version_ = 0;
     std::int64_t took_ = 0;
     std::uint32_t code_ = kOk, rows_ = 0, used_ = 0;

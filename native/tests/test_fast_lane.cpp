@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "check.hpp"
-#include "gateway/infer_lane.hpp"
+#include "gateway/fast_lane.hpp"
 
 using namespace jurybox;
 
@@ -21,7 +21,7 @@ constexpr std::uint64_t kIncarnation = 41;
 constexpr std::uint32_t kLane = 5, kFirst = 2, kRows = 6;  // of an arena of ten rows; three rows a ticket
 constexpr std::size_t kIn = 8, kMask = 1, kOut = 16, kValue = 4;
 
-using RequestLane = InferLane<std::string, int>;
+using RequestLane = FastLane<std::string, int>;
 
 std::string field(char tag, const std::string& content) { return InferParts::prefix(tag, content.size()) + content; }
 std::string request(const std::string& in, const std::string& mask, const std::string& id = "") {
@@ -46,9 +46,9 @@ struct Gateway {
         record.incarnation = kIncarnation, record.state = 2;
         rings = std::make_unique<ShmRingsClient>(memory.get(), kLane, 77, pipe[1], spin_ns);
         engine = std::make_unique<ShmRingsEngine>(memory.get(), kIncarnation, 0);
-        const auto from = [](auto& rows, std::size_t bytes) { return LaneColumn{rows.data() + kFirst * bytes, bytes}; };
-        lane = std::make_unique<RequestLane>(kFirst, kRows, 1, std::vector<LaneColumn>{from(input, kIn), from(mask, kMask)},
-                                             std::vector<LaneColumn>{from(output, kOut), from(value, kValue)});
+        const auto from = [](auto& rows, std::size_t bytes) { return RowColumn{rows.data() + kFirst * bytes, bytes}; };
+        lane = std::make_unique<RequestLane>(kFirst, kRows, 1, std::vector<RowColumn>{from(input, kIn), from(mask, kMask)},
+                                             std::vector<RowColumn>{from(output, kOut), from(value, kValue)});
         lane->attach({{rings.get(), &record, kIncarnation}}, 100);
     }
     ~Gateway() { ::close(pipe[0]), ::close(pipe[1]); }
@@ -67,7 +67,7 @@ struct Gateway {
         return lane->accept(form(rows), parts, std::move(caller), caller, deadline, message);
     }
     bool send() {
-        LaneEngine* const next = lane->next();
+        EngineRings* const next = lane->next();
         return next != nullptr && lane->send(*next);
     }
     Ticket collect() {
@@ -213,9 +213,9 @@ struct Second {
         record.incarnation = kIncarnation, record.state = 2;
         rings = std::make_unique<ShmRingsClient>(memory.get(), kLane, 77, to.pipe[1], 0);
         engine = std::make_unique<ShmRingsEngine>(memory.get(), kIncarnation, 0);
-        const auto from = [](auto& rows, std::size_t bytes) { return LaneColumn{rows.data() + kFirst * bytes, bytes}; };
-        to.lane = std::make_unique<RequestLane>(kFirst, kRows, 2, std::vector<LaneColumn>{from(to.input, kIn), from(to.mask, kMask)},
-                                                std::vector<LaneColumn>{from(to.output, kOut), from(to.value, kValue)});
+        const auto from = [](auto& rows, std::size_t bytes) { return RowColumn{rows.data() + kFirst * bytes, bytes}; };
+        to.lane = std::make_unique<RequestLane>(kFirst, kRows, 2, std::vector<RowColumn>{from(to.input, kIn), from(to.mask, kMask)},
+                                                std::vector<RowColumn>{from(to.output, kOut), from(to.value, kValue)});
         attach(to);
     }
     void attach(Gateway& to) {
