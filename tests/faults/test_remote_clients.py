@@ -22,9 +22,9 @@ from jurybox.client.local_link import LocalLink
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest
 from jurybox.protocol.segment import sweep
 from jurybox.protocol.wire import PREFIX
-from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
-from jurybox.server.relay.remote_clients import Front
+from jurybox.server.relay.zmq_listener import ZmqListener
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -252,7 +252,9 @@ def test_no_answer_is_lost_to_the_relays_looks_at_its_tickets(server, openly):
 
     async def relaying(where):
         context = zmq.Context()
-        front = OpenFront("127.0.0.1:0", 1 << 20) if openly else Front(context, "127.0.0.1:0", None, None, 1 << 20)
+        front = (
+            ZmtpListener("127.0.0.1:0", 1 << 20) if openly else ZmqListener(context, "127.0.0.1:0", None, None, 1 << 20)
+        )
         back = context.socket(zmq.DEALER)
         back.connect(server.address)
         link = await asyncio.to_thread(LocalLink, server.address, "shm", 20.0)

@@ -20,8 +20,8 @@ from jurybox.client.local_link import LocalLink
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest
 from jurybox.protocol.errors import Code
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX
-from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
@@ -45,7 +45,7 @@ def relay(server):
 
     async def run_relay():
         context = zmq.Context()
-        front = OpenFront("127.0.0.1:0", 1 << 20)
+        front = ZmtpListener("127.0.0.1:0", 1 << 20)
         back = context.socket(zmq.DEALER)
         back.connect(server.address)
         link = await asyncio.to_thread(LocalLink, server.address, "shm", 20.0)

@@ -29,8 +29,8 @@ from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, TooManyFiles
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
-from jurybox.server.relay.open_front import OpenFront
-from jurybox.server.relay.remote_clients import InlineTicket, RelayedTickets
+from jurybox.server.relay.relayed_tickets import InlineTicket, RelayedTickets
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 
 LANE, LEASE, LIFE = 3, 77, 9
 # What opens a connection of ZeroMQ's (rfc.zeromq.org/spec/37).
@@ -221,7 +221,7 @@ def test_a_connection_that_ended_is_reopened_and_its_requests_get_errors(router)
 def test_a_host_that_vanished_is_noticed_while_an_answer_is_waited_for(router, monkeypatch):
     monkeypatch.setattr("jurybox.client.remote.connection._BEAT_MS", 50)
     monkeypatch.setattr("jurybox.client.remote.connection._SILENCE_MS", 1000)
-    front = OpenFront("127.0.0.1:0", 1 << 20)
+    front = ZmtpListener("127.0.0.1:0", 1 << 20)
     connection = DirectConnection(f"tcp://{front.bound}")
     connection.link.send(1, (PREFIX + bytes(64),))
     wait_until(lambda: connection.server_lives() and front.receive(len), 20, "it stands")
@@ -335,7 +335,7 @@ async def test_a_loop_is_notified_of_the_connection_after_a_closed_one(router):
 
 @pytest.fixture
 def front():
-    made = OpenFront("127.0.0.1:0", 1 << 20)
+    made = ZmtpListener("127.0.0.1:0", 1 << 20)
     yield made
     made.close()
 
@@ -458,8 +458,8 @@ def test_a_flood_of_small_messages_does_not_delay_other_clients(front, dealer):
 
 
 def test_a_large_frame_that_arrives_slowly_counts_as_a_sign_of_life(front, monkeypatch):
-    monkeypatch.setattr("jurybox.server.relay.open_front._BEAT", 0.1)
-    monkeypatch.setattr("jurybox.server.relay.open_front._SILENCE", 1.0)
+    monkeypatch.setattr("jurybox.server.relay.zmtp_listener._BEAT", 0.1)
+    monkeypatch.setattr("jurybox.server.relay.zmtp_listener._SILENCE", 1.0)
     host, port = front.bound.rsplit(":", 1)
     with socket.create_connection((host, int(port))) as slow:
         slow.sendall(GREETING + b"\x02" + (800_000).to_bytes(8, "big") + bytes(200_000))

@@ -9,14 +9,14 @@ import struct
 import pytest
 from tests.serving import wait_until
 
-from jurybox.server.relay import open_front as module
-from jurybox.server.relay.open_front import OpenFront
+from jurybox.server.relay import zmtp_listener as module
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 
 
 @pytest.fixture
 def front(monkeypatch):
     monkeypatch.setattr(module, "RELAY_CONNECTIONS", 8)
-    made = OpenFront("127.0.0.1:0", 1 << 20)
+    made = ZmtpListener("127.0.0.1:0", 1 << 20)
     yield made
     made.close()
 

@@ -11,7 +11,7 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.relay.remote_clients import InlineTicket, RelayedTickets, head
+from jurybox.server.relay.relayed_tickets import InlineTicket, RelayedTickets, head
 
 
 class Sent:

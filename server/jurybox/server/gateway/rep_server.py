@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jurybox import native
 from jurybox.protocol.errors import Busy, Code, Error, ModelFailed, error_for, said
 from jurybox.server.gateway.http_connection import TURN
-from jurybox.server.relay.open_front import OpenFront
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.limits import ANSWERS, Charge, Limited
 from jurybox.server.security.pace import Turns
@@ -91,7 +91,7 @@ class RepServer(Generic[T]):
     ) -> None:
         self._most, self._budget, self._doors, self._turns = most, budget, doors, turns
         self.begin, self._answer, self._refused = begin, answer, refused
-        self._front = OpenFront(listener, most, budget, door)
+        self._front = ZmtpListener(listener, most, budget, door)
         self._front.refused = self._no_room
         self._front.gone = self._gone
         self._peers: dict[bytes, RepPeer[T]] = {}

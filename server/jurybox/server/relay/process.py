@@ -16,9 +16,9 @@ from jurybox.processes import ControlPipe, configuration, keep_freed_memory, sig
 from jurybox.protocol.errors import ServerGone
 from jurybox.server.logs import Log, configure
 from jurybox.server.memory import FreedMemory
-from jurybox.server.relay.open_front import OpenFront
 from jurybox.server.relay.relay import Relay
-from jurybox.server.relay.remote_clients import Front
+from jurybox.server.relay.zmq_listener import ZmqListener
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 from jurybox.server.security.limits import most_held
 
 _CONNECT = 10.0  # seconds for the server's own transport
@@ -45,7 +45,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning, orders["sessions_share"])
-    if isinstance(front, Front):
+    if isinstance(front, ZmqListener):
         _limit_memory(most_held(orders["max_message"]) + _OWN)
 
     def obey(kind: str) -> None:
@@ -71,12 +71,12 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     return STOPPED
 
 
-def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> Front | OpenFront:
+def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> ZmqListener | ZmtpListener:
     """Create the network socket. libzmq is used only for CURVE and for names of network interfaces."""
     if orders["curve_key"] is None:
         with contextlib.suppress(socket.gaierror):
-            return OpenFront(orders["tcp"], orders["max_message"])
-    return Front(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
+            return ZmtpListener(orders["tcp"], orders["max_message"])
+    return ZmqListener(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
 
 
 def _limit_memory(more: int) -> None:
@@ -89,7 +89,7 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (used + more, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-async def _until(stop: asyncio.Event, relay: Relay, front: Front | OpenFront) -> None:
+async def _until(stop: asyncio.Event, relay: Relay, front: ZmqListener | ZmtpListener) -> None:
     loop, freed = asyncio.get_running_loop(), FreedMemory()
     reclaim_at = loop.time() + _RECLAIM
     while not stop.is_set():

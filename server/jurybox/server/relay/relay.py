@@ -38,8 +38,9 @@ from jurybox.protocol.wire import (
     require_name,
 )
 from jurybox.server.logs import LogLimiter
-from jurybox.server.relay.open_front import OpenFront
-from jurybox.server.relay.remote_clients import Front, InlineTicket, RelayedTickets, head
+from jurybox.server.relay.relayed_tickets import InlineTicket, RelayedTickets, head
+from jurybox.server.relay.zmq_listener import ZmqListener
+from jurybox.server.relay.zmtp_listener import ZmtpListener
 from jurybox.server.security.doors import refusal
 from jurybox.server.security.limits import sessions_share
 
@@ -72,7 +73,7 @@ class Relay:
 
     def __init__(
         self,
-        front: Front | OpenFront,
+        front: ZmqListener | ZmtpListener,
         back: zmq.Socket[bytes],
         link: LocalLink,
         report: Callable[..., None],
@@ -97,7 +98,7 @@ class Relay:
         self._turns = 0  # for which it was the only one
         self._words = Words()
         self._back_descriptor = int(back.getsockopt(zmq.FD))
-        if isinstance(front, OpenFront):
+        if isinstance(front, ZmtpListener):
             front.refused = self._on_refused
         self._loop.add_reader(front.fileno(), self._serve)
         self._loop.add_reader(self._back_descriptor, self.pump)
@@ -160,7 +161,7 @@ class Relay:
 
     def _serve_alone(self, lone: RelayedTickets, seconds: float) -> None:
         """Serve a client that is alone, without returning here for each of its requests."""
-        if lone.stay(self._descriptors, _PAUSE_MS / 1e3, seconds) and isinstance(self._front, OpenFront):
+        if lone.stay(self._descriptors, _PAUSE_MS / 1e3, seconds) and isinstance(self._front, ZmtpListener):
             self._front.look_again(lone.sender)
         if lone.waits:
             self._waiting[lone] = None
@@ -298,7 +299,7 @@ class Relay:
             return
         self._waiting[held] = None
         front = self._front
-        if isinstance(front, OpenFront) and (link := front.link(sender)) is not None and held.connect(sender, link):
+        if isinstance(front, ZmtpListener) and (link := front.link(sender)) is not None and held.connect(sender, link):
             front.give_first(sender, lambda: self._take_in(held))
 
     def _on_refused(self, sender: bytes, first: bytes, error: Error) -> None:

@@ -17,6 +17,7 @@ from jurybox.protocol.errors import TABLE, Code, Error, error_for, said
 from jurybox.server.security.access import Access, ClientConnection, Token
 from jurybox.server.security.doors import Doors, refusal
 from jurybox.server.security.limits import GRPC, MOST_CALLS, Charge
+from jurybox.server.security.message_parts import FEW_BYTES, MOST_PARTS, has_many_parts
 
 # As in http.py: probes send no token; these methods reveal only yes or no.
 OPEN_METHODS = frozenset(
@@ -40,8 +41,6 @@ _LASTING = (Code.SLEEPING, Code.DRAINING)
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 MOST_METADATA = 16 << 10  # bytes
 _MOST_DETAILS = 1000  # characters of an error: they are sent as metadata, in up to twelve bytes each
-_FEW_BYTES = 64 << 10  # a message up to this size is harmless, whatever its parts
-_MOST_PARTS = 1 << 16  # of a message: every tensor, parameter and unpacked number counts
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _log = logging.getLogger("jurybox.gateway.grpc")
 
@@ -367,8 +366,8 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Received]
     kind: Descriptor | None = getattr(getattr(deserialize, "__self__", None), "DESCRIPTOR", None)
 
     def read(data: bytes) -> _Received:
-        if len(data) > _FEW_BYTES and kind is not None and _has_many_parts(data, kind):
-            why = f"the message has more than {_MOST_PARTS} parts: send tensors in raw_input_contents"
+        if len(data) > FEW_BYTES and kind is not None and has_many_parts(data, kind):
+            why = f"the message has more than {MOST_PARTS} parts: send tensors in raw_input_contents"
             return _Received(None, 0, error_for(Code.TOO_LARGE, why))
         try:
             return _Received(deserialize(data), len(data))
@@ -376,50 +375,6 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], _Received]
             return _Received(None, 0, error_for(Code.MALFORMED, f"no message came: {said(error, 200)}"))
 
     return read
-
-
-def _has_many_parts(data: bytes, kind: Descriptor) -> bool:
-    """Return whether a message has too many parts, each of which may take two bytes in it but a hundred in memory."""
-    parts = 0
-    inside = [(0, len(data), kind)]
-    try:
-        while inside:
-            at, end, of = inside.pop()
-            while at < end:
-                parts += 1
-                if parts > _MOST_PARTS:
-                    return True
-                tag, at = _varint(data, at)
-                match tag & 7:
-                    case 0:
-                        _, at = _varint(data, at)
-                    case 1:
-                        at += 8
-                    case 5:
-                        at += 4
-                    case 2:
-                        size, at = _varint(data, at)
-                        field = of.fields_by_number.get(tag >> 3)
-                        if field is not None and field.message_type is not None:
-                            inside.append((at, at + size, field.message_type))
-                        at += size
-                    case _:
-                        return False  # invalid: the parser reports it
-    except IndexError:
-        pass  # truncated: the parser reports that too
-    return False
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a varint; return it and the next position (protobuf.dev/programming-guides/encoding)."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128 or shift > 63:
-            return value, at
-        shift += 7
 
 
 def interceptors(access: Access) -> list[grpc.aio.ServerInterceptor]:

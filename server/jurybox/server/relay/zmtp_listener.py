@@ -40,7 +40,7 @@ class _FrontConnection:
         self.take_in: Callable[[], object] | None = None  # called before messages are delivered; may take some
 
 
-class OpenFront:
+class ZmtpListener:
     """A `Front` (remote_clients.py) without CURVE: the relay's thread reads and writes each connection itself.
 
     Args:
