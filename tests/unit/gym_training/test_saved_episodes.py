@@ -73,9 +73,13 @@ def roles_of(folder):
     return [path.stem for path in sorted(newest.folder.glob("*.state"))]
 
 
-@pytest.mark.parametrize("env", [Keeps, Forgets])
-def test_a_resumed_run_equals_one_without_a_stop_where_its_environments_can_be_saved(tmp_path, env) -> None:
-    s = settings("ppo", env)
+@pytest.mark.parametrize(
+    ("env", "more"),
+    [(Keeps, {}), (Forgets, {}), (Keeps, {"recurrent": "lstm", "hidden_size": 6})],
+    ids=["saved", "begun anew", "saved with what is remembered"],
+)
+def test_a_resumed_run_equals_one_without_a_stop_where_its_environments_can_be_saved(tmp_path, env, more) -> None:
+    s = settings("ppo", env, **more)
     whole = train(s, tmp_path / "whole", serial=True)
     train(s.changed(steps=48), tmp_path / "halves", serial=True)  # after four steps of both second episodes
     resumed = train(s, tmp_path / "halves", serial=True, resume=True)

@@ -33,7 +33,17 @@ from jurybox.training.checkpoints import DOCUMENT, EVALUATION, CheckpointError, 
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.roles.evaluation import Episode, play_episodes
 from jurybox.training.runtime.plan import POLICY_FILE, RunError, load
-from jurybox.training.spaces import MASK, StrangeObservation, action_mask, as_action, begun, converted, named, stepped
+from jurybox.training.spaces import (
+    MASK,
+    MEMORY,
+    StrangeObservation,
+    action_mask,
+    as_action,
+    begun,
+    converted,
+    named,
+    stepped,
+)
 
 __all__ = [
     "Acting",
@@ -161,13 +171,14 @@ class Description:
 class Acting(nn.Module):
     """Maps observations to actions of the environment: normalisation, network and scaling in one module.
 
-    It takes the network's inputs by position. Actions are int64 (n,) for "best" and "draw", (n, choices) of several
-    choices, else float32 (n, ...).
+    It takes the network's inputs by position, and of a recurrent one the memory (n, numbers) after them, zeros where an
+    episode begins. Actions are int64 (n,) for "best" and "draw", (n, choices) of several choices, else float32
+    (n, ...); a recurrent one returns them with the memory of the next step.
     """
 
     def __init__(self, served: ServedModel, acts: Acts) -> None:
         super().__init__()
-        self.network = served.module
+        self.network, self._remembers = served.module, bool(served.state)
         self._output, self._place = acts.output, list(served.outputs).index(acts.output)
         self._choose, self._first, self._counts = acts.choose, acts.first, tuple(acts.counts)
         self.register_buffer("starts", torch.tensor(acts.starts, dtype=torch.int64), persistent=False)
@@ -179,9 +190,12 @@ class Acting(nn.Module):
     high: Tensor
     starts: Tensor
 
-    def forward(self, *observation: Tensor) -> Tensor:
+    def forward(self, *observation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the actions of n observations."""
         found: Any = self.network(*observation)
+        return (self._actions(found), found[-1]) if self._remembers else self._actions(found)
+
+    def _actions(self, found: Any) -> Tensor:
         if isinstance(found, Mapping):
             found = found[self._output]
         elif isinstance(found, tuple):
@@ -323,7 +337,8 @@ class Environment(Protocol):
 class Policy:
     """A loaded policy. Calling it maps observations (n, ...) to an array of actions (n, ...).
 
-    Observations are as the environment gives them: one array, or several by the names of the `inputs`.
+    Observations are as the environment gives them: one array, or several by the names of the `inputs`. One that is
+    `recurrent` remembers the episodes of n environments: call `begin` before their first step.
 
     Args:
         found: the policy to load.
@@ -351,6 +366,7 @@ class Policy:
             raise PolicyError(f"the weights in {found.where} don't fit {found.acts.network}: {error}") from error
         self.module = Acting(self.served, found.acts).eval().requires_grad_(False)
         self.digest = _digest(state)
+        self._memory: Tensor | None = None
         self.fps = 30.0  # the environment's frames per second; known once it has been created
 
     def __call__(self, observations: Array | Mapping[str, Array]) -> Array:
@@ -365,9 +381,39 @@ class Policy:
             ]
         except StrangeObservation as error:
             raise PolicyError(str(error)) from error
+        tensors = [torch.from_numpy(np.ascontiguousarray(each)) for each in rows]
         with torch.inference_mode():
-            actions: Array = self.module(*(torch.from_numpy(np.ascontiguousarray(each)) for each in rows)).numpy()
-        return actions
+            if not self.recurrent:
+                actions: Tensor = self.module(*tensors)
+                return actions.numpy()
+            if self._memory is None or len(self._memory) != len(rows[0]):
+                begun_for = "it has not been called" if self._memory is None else f"that was for {len(self._memory)}"
+                raise PolicyError(
+                    f"this policy remembers its episodes: call begin({len(rows[0])}) before the first step of so many "
+                    f"environments, {begun_for}"
+                )
+            actions, self._memory = self.module(*tensors, self._memory)
+        return actions.numpy()
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it remembers what it has observed in an episode."""
+        return bool(self.served.state)
+
+    def begin(self, n: int = 1, ended: Array | None = None) -> None:
+        """Let episodes begin, of which a recurrent policy remembers nothing.
+
+        Args:
+            n: environments that it is called for from now on.
+            ended: bool (n,), those in which an episode begins, while those of the others go on; None: in all.
+        """
+        if not self.recurrent:
+            return
+        with torch.inference_mode():
+            memory = torch.zeros(n, *self.served.state[MEMORY].shape)
+            if ended is not None and self._memory is not None:
+                memory = torch.where(torch.from_numpy(np.asarray(ended, np.bool_))[:, None], memory, self._memory)
+            self._memory = memory
 
     def act(self, observation: Any, mask: Array | None = None) -> Array:
         """Compute the action for one observation of the environment. Raises PolicyError: it is not what it takes.
@@ -520,7 +566,9 @@ def play(
                 frame(_picture(environment))
             ended(episode)
 
-        return play_episodes(one, range(seed, seed + episodes), chosen, ended=over, alive=interrupts.check)
+        seeds = range(seed, seed + episodes)
+        begins = lambda episode: policy.begin()  # noqa: E731
+        return play_episodes(one, seeds, chosen, begins=begins, ended=over, alive=interrupts.check)
 
 
 class _OneEnvironment:
@@ -598,7 +646,8 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
     """Write NAME.pt2, NAME.safetensors and NAME.md; return their paths.
 
     The program (`torch.export`) maps the environment's own observations (n, ...), for any n, to actions in its units;
-    several inputs are given by position, in the order of the card. The
+    several inputs are given by position, in the order of the card. That of a recurrent policy takes its memory after
+    them, zeros where an episode begins, and returns the action and the next memory. The
     safetensors file contains the weights and, in its metadata, the description, so that it can be played like a run.
     The .md file is a model card.
 
@@ -614,7 +663,7 @@ def export(policy: Policy, to: Path, run: Path) -> list[Path]:
 
     if to.suffix != ".pt2":
         raise PolicyError(f"{to}: expected a name that ends with .pt2; the weights and the card are written beside it")
-    specs = policy.inputs.values()
+    specs = [*policy.inputs.values(), *policy.served.state.values()]
     examples = tuple(torch.zeros((2, *spec.shape), dtype=getattr(torch, spec.dtype)) for spec in specs)
     rows = torch.export.Dim("rows", min=1, max=1 << 16)
     try:
@@ -648,11 +697,14 @@ def _written_atomically(path: Path) -> Iterator[Path]:
 
 def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
     found, description, acts = policy.found, policy.found.description, policy.found.acts
+    given = {**policy.inputs, **policy.served.state}
     inputs = ", ".join(
-        f"`{name}` {spec.dtype} ({', '.join(map(str, ('n', *spec.shape)))})" for name, spec in policy.inputs.items()
+        f"`{name}` {spec.dtype} ({', '.join(map(str, ('n', *spec.shape)))})" for name, spec in given.items()
     )
     shape = ", ".join(map(str, ("n", *acts.shape))) + "," * (not acts.shape)
     action = f"int64 ({shape})" if acts.choose in _NUMBERED else f"float32 ({shape}), {_bounds_text(acts)}"
+    if policy.recurrent:
+        action += f", and the next `{MEMORY}`, which is zeros where an episode begins"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
     lines = [
         f"# A policy of `jurybox train {description.training}`",
@@ -708,6 +760,11 @@ def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, 
         ),
         f'[models."{name}".outputs]',
         f'action = {{dtype = "{action["dtype"]}", shape = {action["shape"]}}}',
+        *([f'[models."{name}".state]'] if policy.recurrent else []),
+        *(
+            f'{json.dumps(key)} = {{dtype = "{spec.dtype}", shape = {list(spec.shape)}}}'
+            for key, spec in policy.served.state.items()
+        ),
     ]
     config = folder / "server.toml"
     write_atomically(config, "\n".join(lines) + "\n")

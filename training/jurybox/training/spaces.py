@@ -31,6 +31,8 @@ CLIP = 10.0  # deviations; bound of normalised numbers
 ALONE = "observation"  # name of the input where the observation is no Dict and no Tuple
 DISCOUNTED = "discounted_return"  # column of a replay: of the episode until that step
 MASK = "action_mask"  # name of the last input of a policy that gets masks
+MEMORY = "memory"  # name of what a recurrent policy keeps from step to step: a column, a session's state, an input
+REMEMBERED = "remembered"  # output of its served model: the memory after the step, which its session keeps, too
 
 
 class ContractBroken(ValueError):

@@ -69,12 +69,13 @@ class ModelOrder:
     cache_mib: int
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
+    state: dict[str, TensorSpec]
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ModelOrder:
         """Return the order in the parsed JSON of a `ModelSettings` with all its fields."""
         given = {field.name: settings[field.name] for field in fields(cls)}
-        for tensors in ("inputs", "outputs"):
+        for tensors in ("inputs", "outputs", "state"):
             given[tensors] = {
                 name: TensorSpec(tensor["dtype"], tuple(tensor["shape"]), tensor["capacity"], tensor["finite"])
                 for name, tensor in (given[tensors] or {}).items()
@@ -363,11 +364,11 @@ def _from_exported(name: str, settings: ModelOrder, device: torch.device) -> Ser
     names = [str(name) for name in program.graph_signature.user_inputs]
     examples = dict(zip(names, arguments, strict=False)) | dict(keywords)
     inputs = settings.inputs or {key: _spec_of(where, key, value) for key, value in examples.items()}
-    module = _ByName(program, list(inputs)[: len(arguments)])
+    module = _ByName(program, [*inputs, *settings.state][: len(arguments)])
     if not inputs:
         raise LoadError(f"{where} has no example inputs: set models.{name}.inputs and .outputs in the config")
     outputs = settings.outputs or _probe_outputs(where, module, inputs, device)
-    return ServedModel(module, inputs, outputs)
+    return ServedModel(module, inputs, outputs, state=settings.state)
 
 
 def _on_device(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:

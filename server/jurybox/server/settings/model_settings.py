@@ -115,6 +115,7 @@ class ModelSettings(Strict):
     parameters: dict[ParameterName, ParameterSettings] = Field(default={}, max_length=MOST_PARAMETERS)
     inputs: dict[str, TensorSettings] | None = None
     outputs: dict[str, TensorSettings] | None = None
+    state: dict[str, TensorSettings] | None = None
     _holders: Holders = PrivateAttr(default_factory=Holders)
 
     @property
@@ -133,8 +134,13 @@ class ModelSettings(Strict):
             raise ValueError(f'expected either factory = "module:callable" or exported = "file.pt2", {both}')
         if self.exported is not None and self.args:
             raise ValueError("args are the arguments of a factory, an exported model takes none")
-        if self.factory is not None and (self.inputs or self.outputs):
-            raise ValueError("inputs and outputs are for exported models, a factory says its own")
+        if self.factory is not None and (self.inputs or self.outputs or self.state):
+            raise ValueError("inputs, outputs and state are for exported models, a factory says its own")
+        if self.state and not (self.inputs and self.outputs):
+            raise ValueError(
+                "state is what an exported model takes after its inputs and returns after its outputs, expected inputs "
+                "and outputs with it"
+            )
         if self.export and (self.exported is not None or self.compile):
             what = "an exported program needs no export" if self.exported else "compile exports the module, too"
             raise ValueError(f"{what}: expected only one of exported, export and compile")
@@ -167,8 +173,8 @@ class ModelSettings(Strict):
         """Refuse settings that do not fit an AOTInductor package, which is compiled and has no shapes and names."""
         if self.exported is None or not self.inputs or not self.outputs:
             raise ValueError("aot is for exported = a package of AOTInductor, expected inputs and outputs with it")
-        if self.compile or self.dtype or self.channels_last:
-            raise ValueError("a package is already compiled, expected no compile, dtype, channels_last with aot")
+        if self.compile or self.dtype or self.channels_last or self.state:
+            raise ValueError("a package is already compiled, expected no compile, dtype, channels_last, state with aot")
         if self.publish is not None and self.weights is None:
             raise ValueError("a package does not describe its weights, expected weights with aot and publish")
 

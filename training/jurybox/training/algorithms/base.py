@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from jurybox.training.algorithms import compiling as compiling  # noqa: PLC0414
     from jurybox.training.algorithms import networks as networks  # noqa: PLC0414
+    from jurybox.training.algorithms import recurrent as recurrent  # noqa: PLC0414
     from jurybox.training.algorithms import torch_states as torch_states  # noqa: PLC0414
 else:
 
@@ -42,6 +43,7 @@ else:
     torch = _AtFirstUse("torch")
     compiling = _AtFirstUse("jurybox.training.algorithms.compiling")
     networks = _AtFirstUse("jurybox.training.algorithms.networks")
+    recurrent = _AtFirstUse("jurybox.training.algorithms.recurrent")
     torch_states = _AtFirstUse("jurybox.training.algorithms.torch_states")
 
 __all__ = [
@@ -145,6 +147,7 @@ class Rollout:
         next_value: float32 (t, n), the value of what followed where `ended` and not terminated; anything elsewhere.
         last_value: float32 (n,), of what follows the last step.
         mask: bool (t, n, actions), or None.
+        memory: float32 (t, n, numbers), what a recurrent network remembered before each step; None: it is none.
         valid: bool (t, n), the steps to learn from; None: all. What is left out is `ended`, and so is what precedes it.
     """
 
@@ -158,6 +161,7 @@ class Rollout:
     next_value: Floats
     last_value: Floats
     mask: npt.NDArray[np.bool_] | None = None
+    memory: Floats | None = None
     valid: npt.NDArray[np.bool_] | None = None
 
     def part(self, first: int, end: int, last_value: Floats) -> Rollout:
@@ -344,6 +348,15 @@ class Algorithm(ABC):
         """Columns of a step beyond observation, action, reward and terminated: float32, their shapes by name."""
         return {}
 
+    @property
+    def remembers(self) -> int:
+        """How many numbers a recurrent network keeps from a step of an episode to the next; 0: it is none.
+
+        The last argument of such a network is its memory, float32 (n, numbers), zeros where an episode begins; the last
+        tensor that it returns, after the outputs, is the memory of the next step. Rows have it as the column "memory".
+        """
+        return 0
+
     # ---- what learns, with torch
 
     @abstractmethod
@@ -370,9 +383,13 @@ class Algorithm(ABC):
         """Return how many optimiser steps an update makes at most; `rows` of a rollout, if it is `on_policy`."""
         return 1
 
-    def values(self, observation: Array) -> Floats:
-        """Of `on_policy` ones: values (n,) of rows (n, ...)."""
+    def values(self, observation: Array, memory: Array | None = None) -> Floats:
+        """Of `on_policy` ones: values (n,) of rows (n, ...), and of the memory before them if it `remembers`."""
         raise NotImplementedError(f"{type(self).__name__} is on_policy and has no method `values`, which those need")
+
+    def remembered(self, observation: Array, memory: Array) -> Floats:
+        """Of `on_policy` ones that remember: the memory (n, numbers) after rows (n, ...), and that before them."""
+        raise NotImplementedError(f"{type(self).__name__} remembers and has no method `remembered`, which those need")
 
     def parts(self) -> Mapping[str, torch_states.Part]:
         """The modules, optimisers and generators that are learned with, by name: those in attributes."""

@@ -20,9 +20,9 @@ from jurybox.training.algorithms.torch_states import perceptron
 from jurybox.training.spaces import CLIP, Leaf, places
 
 __all__ = [
-    "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "QValues", "QuantileValues", "SeeingCritic",
-    "SquashedGaussianActor", "TwinCritic", "chosen_log_prob", "masked", "normal_log_prob", "side_by_side",
-    "tanh_correction",
+    "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Given", "QValues", "QuantileValues",
+    "SeeingCritic", "SquashedGaussianActor", "TwinCritic", "chosen_log_prob", "masked", "normal_log_prob",
+    "side_by_side", "tanh_correction",
 ]  # fmt: skip
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -321,6 +321,14 @@ class SeeingCritic(nn.Module):
         return self.twins.first(self.features(rows), action)
 
 
+class Given(nn.Identity):
+    """Features (n, size) as they are: the first layer behind another network, such as a memory."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
 class ActorCritic(nn.Module):
     """Of PPO with discrete actions: rows to logits (n, actions) and value (n,).
 
@@ -333,7 +341,7 @@ class ActorCritic(nn.Module):
 
     def __init__(
         self,
-        features: Features,
+        features: Features | Given,
         actions: int,
         hidden: Sequence[int],
         counts: tuple[int, ...] = (),
@@ -348,11 +356,15 @@ class ActorCritic(nn.Module):
         self.critic = perceptron(features.size, hidden, 1, activation=nn.Tanh, last_gain=1.0)
         self.features = features
 
-    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *seen: Tensor) -> tuple[Tensor, ...]:
         """Logits (n, actions) and values (n,)."""
         parts, mask = parted(seen, self.masked)
         found = self.features(*parts)
-        return allowed(self.actor(found), mask), self.critic(found).squeeze(-1)
+        return self.decided(found, found, mask)
+
+    def decided(self, actor: Tensor, critic: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+        """The outputs for features (n, size), the policy's and the value's, and the mask if there is one."""
+        return allowed(self.actor(actor), mask), self.critic(critic).squeeze(-1)
 
     def value(self, observation: Tensor) -> Tensor:
         """Values (n,) alone."""
@@ -361,7 +373,13 @@ class ActorCritic(nn.Module):
 
     def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of actions that were taken: logarithms of their probabilities, entropies of the policy, values; (n,) each."""
-        logits, values = self(observation, mask) if self.masked else self(observation)
+        return self.scored(self(observation, mask) if self.masked else self(observation), actions, mask)
+
+    def scored(
+        self, outputs: tuple[Tensor, ...], actions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, of the outputs for these observations."""
+        logits, values = outputs
         return *chosen_log_prob(logits, actions, self.counts, mask), values
 
 
@@ -371,19 +389,21 @@ class GaussianActorCritic(ActorCritic):
     The deviation is the same for all observations.
     """
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features | Given, actions: int, hidden: Sequence[int]) -> None:
         super().__init__(features, actions, hidden)
         self.log_std = nn.Parameter(torch.zeros(actions))
 
-    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def decided(self, actor: Tensor, critic: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Mean and logarithm of the deviation, (n, actions) each, and value (n,)."""
-        mean, value = super().forward(*seen)
+        mean, value = super().decided(actor, critic, mask)
         # A sum, not a view of the parameter: a view would require a gradient even in inference mode.
         return mean, self.log_std + torch.zeros_like(mean), value
 
-    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def scored(
+        self, outputs: tuple[Tensor, ...], actions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of actions that were taken: logarithms of their densities, entropies, values; (n,) each."""
-        mean, log_std, value = self(observation)
+        mean, log_std, value = outputs
         return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + (HALF_LOG_2_PI + 0.5)).sum(-1), value
 
 

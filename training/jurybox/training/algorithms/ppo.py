@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +35,18 @@ from jurybox.training.algorithms.base import (
     draw_choices,
     draw_normal,
     networks,
+    recurrent,
     take,
     torch,
 )
 from jurybox.training.algorithms.schedules import AnySchedule, Schedule, at
-from jurybox.training.spaces import ALONE, ActionSpec, AgentSpec, Leaf
+from jurybox.training.spaces import ALONE, MEMORY, ActionSpec, AgentSpec, Leaf
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jurybox.training.algorithms.networks import ActorCritic
+    from jurybox.training.algorithms.networks import ActorCritic, Features, Given
+    from jurybox.training.algorithms.recurrent import RecurrentActorCritic
 
 __all__ = ["PPO", "PPOSettings", "RefinedPPO", "advantages_of"]
 
@@ -139,6 +141,9 @@ def _advantages_of_one(rollout: Rollout, settings: PPOSettings) -> Floats:
 class PPO(Algorithm):
     """Proximal policy optimisation of actions that are discrete, several choices or numbers, as in Stable-Baselines3.
 
+    With a recurrent network it is sb3-contrib's RecurrentPPO: a rollout's steps stay in order, a minibatch is a stretch
+    of them, and its sequences begin with what was remembered there when the rollout was made.
+
     Attributes:
         returns: running mean and deviation of returns, and the number of rollouts that are in them.
         gradient_steps: optimiser steps made.
@@ -147,6 +152,12 @@ class PPO(Algorithm):
     class Settings(OnPolicySettings):
         """Names and defaults are Stable-Baselines3's."""
 
+        recurrent: Literal["lstm", "gru"] | None = Field(
+            None, description="Memory between the first layer and the hidden ones: lstm or gru; none: there is none."
+        )
+        hidden_size: int = Field(
+            256, ge=1, description="Units of the memory of a recurrent policy and its value, each."
+        )
         learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
             3e-4, description="Learning rate of Adam; a number or a schedule."
         )
@@ -163,10 +174,15 @@ class PPO(Algorithm):
             None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
         )
 
+        def unused(self) -> Mapping[str, str]:
+            if self.recurrent is None:
+                return {"hidden_size": "recurrent is none: there is no memory (hidden are the hidden layers)"}
+            return {"compile": "updates of a recurrent policy are not compiled"}
+
     on_policy = masks = True
     metrics = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
     kept = ("returns", "gradient_steps")
-    acting: ActorCritic
+    acting: Any  # ActorCritic, or RecurrentActorCritic
 
     @cached_property
     def rules(self) -> PPOSettings:
@@ -179,7 +195,7 @@ class PPO(Algorithm):
             vf_coef=2.0 * s.vf_coef,  # here it weights half the squared error, in Stable-Baselines3 all of it
             normalise_returns=False,
             clip_value=False,
-            **s.model_dump(exclude={"n_steps", "vf_coef"}),
+            **s.model_dump(exclude={"n_steps", "vf_coef", "recurrent", "hidden_size"}),
         )
 
     @property
@@ -196,12 +212,25 @@ class PPO(Algorithm):
     def columns(self) -> Mapping[str, tuple[int, ...]]:
         return {"log_prob": ()}
 
-    def network(self) -> ActorCritic:
-        action, encoder = self.spec.action, self.encoder(orthogonal=True)
+    @property
+    def remembers(self) -> int:
+        s = self.settings
+        if not isinstance(s, PPO.Settings) or s.recurrent is None:
+            return 0
+        return (4 if s.recurrent == "lstm" else 2) * s.hidden_size  # the policy's and the value's
+
+    def network(self) -> ActorCritic | RecurrentActorCritic:
+        s, encoder = self.settings, self.encoder(orthogonal=True)
+        if isinstance(s, PPO.Settings) and s.recurrent is not None:
+            return recurrent.RecurrentActorCritic(encoder, self._heads, s.recurrent, s.hidden_size)
+        return self._heads(encoder)
+
+    def _heads(self, features: Features | Given) -> ActorCritic:
+        action = self.spec.action
         if action.chosen:
             masked = self.spec.masked
-            return networks.ActorCritic(encoder, action.size, self.rules.hidden, action.counts, masked=masked)
-        return networks.GaussianActorCritic(encoder, action.size, self.rules.hidden)
+            return networks.ActorCritic(features, action.size, self.rules.hidden, action.counts, masked=masked)
+        return networks.GaussianActorCritic(features, action.size, self.rules.hidden)
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         spec = self.spec.action
@@ -227,15 +256,24 @@ class PPO(Algorithm):
     def steps_of(self, rows: int) -> int:
         return self.rules.n_epochs * -(-rows // self.rules.batch_size)
 
-    def values(self, observation: Array) -> Floats:
-        """Values float32 (n,) of rows (n, ...)."""
-        found = np.empty(len(observation), np.float32)
-        for first in range(0, len(observation), _ROWS_AT_ONCE):
+    def values(self, observation: Array, memory: Array | None = None) -> Floats:
+        """Values float32 (n,) of rows (n, ...), and of the memory before them if it `remembers`."""
+        found = self._in_parts(self.acting.value, (), observation, *(() if memory is None else (memory,)))
+        return self.in_rewards(found)
+
+    def remembered(self, observation: Array, memory: Array) -> Floats:
+        """The memory float32 (n, numbers) after rows (n, ...), and that before them."""
+        return self._in_parts(self.acting.remembered, (self.remembers,), observation, memory)
+
+    def _in_parts(self, of: Callable[..., Tensor], shape: tuple[int, ...], *given: Array) -> Floats:
+        """Compute a number or more of each row of arrays (n, ...)."""
+        found = np.empty((len(given[0]), *shape), np.float32)
+        for first in range(0, len(found), _ROWS_AT_ONCE):
             self.alive()
             with torch.inference_mode():
-                rows = torch.from_numpy(observation[first : first + _ROWS_AT_ONCE]).to(self.device)
-                found[first : first + len(rows)] = self.acting.value(rows).cpu().numpy()
-        return self.in_rewards(found)
+                rows = [torch.from_numpy(each[first : first + _ROWS_AT_ONCE]).to(self.device) for each in given]
+                found[first : first + len(rows[0])] = of(*rows).cpu().numpy()
+        return found
 
     def update(self, batch: Rollout, progress: Progress) -> Update:
         """Learn from a rollout of this policy; the metrics are mean losses and diagnostics."""
@@ -249,8 +287,13 @@ class PPO(Algorithm):
         if rollout.valid is not None and not rollout.valid.any():
             raise ValueError("no step of this rollout is valid: expected one to learn from")
 
+        in_order = rollout.memory is not None
+
         def rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return array.reshape(-1, *array.shape[2:]) if rollout.valid is None else array[rollout.valid]
+            valid = rollout.valid
+            if in_order:  # environment by environment: what follows a step in its episode follows it here
+                array, valid = array.swapaxes(0, 1), None if valid is None else valid.T
+            return array.reshape(-1, *array.shape[2:]) if valid is None else array[valid]
 
         advantages, values = rows(advantages), rows(rollout.value)
         returns = advantages + values
@@ -268,18 +311,27 @@ class PPO(Algorithm):
         }
         if rollout.mask is not None:
             columns["mask"] = rows(rollout.mask)
+        if rollout.memory is not None:
+            begins = np.ones_like(rollout.ended)
+            begins[1:] = rollout.ended[:-1]
+            columns |= {MEMORY: rows(rollout.memory), "starts": rows(begins)}
         given = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
         count = len(given["action"])
         of_steps: list[dict[str, Tensor]] = []
         stopped = False
         for _ in range(settings.n_epochs):
-            order = torch.randperm(count, generator=self.generator)
+            if in_order:  # only where it is cut into minibatches is drawn
+                order = (torch.arange(count) + torch.randint(count, (1,), generator=self.generator)) % count
+            else:
+                order = torch.randperm(count, generator=self.generator)
             for first in range(0, count, settings.batch_size):
                 self.alive()
                 chosen = order[first : first + settings.batch_size]
                 rows_now = {name: each.index_select(0, chosen).to(self.device) for name, each in given.items()}
                 # Rollouts may end in batches of any size: those are not worth a graph each.
-                run = self.run if len(chosen) == settings.batch_size else _directly
+                run = self.run if len(chosen) == settings.batch_size and not in_order else _directly
+                if in_order:
+                    rows_now["starts"][0] = True
                 if settings.target_kl is None:
                     found = run(self._learn, {**rows_now, **now})
                 else:  # the divergence decides whether the step is made
@@ -316,7 +368,9 @@ class PPO(Algorithm):
 
     def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         settings, clip_range = self.rules, batch["clip_range"]
-        log_probs, entropies, values = self.acting.scores(batch["observation"], batch["action"], batch.get("mask"))
+        sequences = (batch[MEMORY], batch["starts"]) if MEMORY in batch else ()
+        given = batch["observation"], batch["action"], batch.get("mask"), *sequences
+        log_probs, entropies, values = self.acting.scores(*given)
         change = log_probs - batch["log_prob"]
         ratio = change.exp()
         advantages = batch["advantage"]

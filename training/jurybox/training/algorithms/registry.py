@@ -13,7 +13,7 @@ import numpy as np
 from jurybox.protocol.errors import missing_name
 from jurybox.training.algorithms.base import Algorithm, AlgorithmUnusable, Array, Progress, torch
 from jurybox.training.foreign import imported
-from jurybox.training.spaces import AgentSpec
+from jurybox.training.spaces import MEMORY, AgentSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,15 +85,20 @@ def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
     mask = np.zeros((n, action.size), np.bool_)
     mask[:, np.cumsum(action.counts or (action.size,)) - 1] = True  # of each choice the last action alone
     network: nn.Module = algorithm.seeded(algorithm.network, 0)
+    memory = np.zeros((n, algorithm.remembers), np.float32)
+    more = [*([mask] if algorithm.spec.masked else []), *([memory] if algorithm.remembers else [])]
     with torch.inference_mode():
-        found = network(torch.from_numpy(rows), *([torch.from_numpy(mask)] if algorithm.spec.masked else []))
+        found = network(*map(torch.from_numpy, (rows, *more)))
     tensors = found if isinstance(found, tuple) else (found,)
-    if len(tensors) != len(algorithm.outputs):
+    named = {**algorithm.outputs, **({MEMORY: (algorithm.remembers,)} if algorithm.remembers else {})}
+    if len(tensors) != len(named):
+        and_memory = f", and `remembers` is {algorithm.remembers}" if algorithm.remembers else ""
         raise AlgorithmUnusable(
-            f"the network of {name} returns {len(tensors)} tensors, and `outputs` names {', '.join(algorithm.outputs)}"
+            f"the network of {name} returns {len(tensors)} tensors, and `outputs` names "
+            f"{', '.join(algorithm.outputs)}{and_memory}"
         )
     outputs = {}
-    for (output, shape), tensor in zip(algorithm.outputs.items(), tensors, strict=True):
+    for (output, shape), tensor in zip(named.items(), tensors, strict=True):
         outputs[output] = _expect(f"the output {output!r} of the network", tensor.numpy(), (n, *shape), "f")
     if algorithm.chooses[0] not in outputs:
         raise AlgorithmUnusable(f"`chooses` of {name} names {algorithm.chooses[0]!r}, expected one of {list(outputs)}")

@@ -17,7 +17,7 @@ from jurybox.training.roles.policy_client import NEWEST, PAST
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError, load
 from jurybox.training.runtime.role_context import Actor, RoleContext
-from jurybox.training.spaces import DISCOUNTED, MASK
+from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY
 
 _STEP_BITS = 40  # low bits of a step's number; the bits above are its incarnation
 _ANY = Task()
@@ -158,7 +158,9 @@ class EnvActor(Actor):
         if explores := algorithm.exploration(progress):
             self.context.metrics(**explores)
         if asked.newest is not None:
-            return algorithm.explore(asked.newest(), self._random, progress)
+            outputs = asked.newest()
+            actions, columns = algorithm.explore(outputs, self._random, progress)
+            return actions, {**columns, MEMORY: outputs[MEMORY]} if algorithm.remembers else columns
         mask = asked.waiting.observation.get(MASK) if algorithm.spec.masked else None
         return algorithm.spec.action.sample(self._random, split.adapter.n, mask), {}
 
@@ -254,6 +256,7 @@ class Cast:
             KeyError: nobody has such a name.
         """
         for agent in self._adapter.agents:
+            self._players[agent].policy.begin(environment, self._split)
             past, bots, name = self._past[agent], self._bots[agent], named.get(agent, NEWEST)
             past.pop(environment, None)
             bots.pop(environment, None)
@@ -261,6 +264,16 @@ class Cast:
                 past[environment] = name
             elif name != NEWEST:
                 bots[environment] = cast("WithBots", self._adapter).scripted(name, seed)
+
+    def memories(self) -> dict[str, Array]:
+        """What recurrent policies remember of the environments, by agent."""
+        found = {agent: self._players[agent].policy.memory(self._split) for agent in self._adapter.agents}
+        return {agent: memory for agent, memory in found.items() if memory is not None}
+
+    def remember(self, memories: Mapping[str, Array]) -> None:
+        """Go on with what `memories` returned."""
+        for agent, memory in memories.items():
+            self._players[agent].policy.remember(memory, self._split)
 
     def newest(self, environment: int) -> list[str]:
         """Return the agents that the newest policy plays there."""
@@ -348,13 +361,14 @@ class _Split:
         if not isinstance(self.adapter, WithState) or (adapter := self.adapter.state()) is None:
             return None
         recorders = {agent: each.state() for agent, each in self.recorders.items()}
-        return {"adapter": adapter, "lengths": self.lengths, "recorders": recorders}
+        return {"adapter": adapter, "lengths": self.lengths, "recorders": recorders, "memories": self.cast.memories()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         assert isinstance(self.adapter, WithState)
         self.adapter.restore(state["adapter"])
         self.lengths[:] = state["lengths"]
+        self.cast.remember(state.get("memories", {}))
         for agent, each in self.recorders.items():
             each.restore(state["recorders"][agent])
 

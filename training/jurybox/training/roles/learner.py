@@ -35,7 +35,7 @@ from jurybox.training.replay.cursor import Cursor
 from jurybox.training.roles.curriculum import Curriculum
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Learner, RoleContext
-from jurybox.training.spaces import DISCOUNTED, MASK
+from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY
 
 _log = logging.getLogger("jurybox.learner")
 
@@ -125,7 +125,8 @@ class AlgorithmLearner(Learner):
         steps = pace.learner_steps(self.context.plan.budget.steps) * made.steps_of(pace.train_freq)
         if when == "never" or (when == "auto" and steps < _WORTH_COMPILING):
             return False
-        if device != "cpu" or made.spec.pictures:  # most of their time is in operations that are large
+        # Most of the time is in operations that are large; sequences have other shapes in each minibatch.
+        if device != "cpu" or made.spec.pictures or made.remembers:
             return False
         if missing := compiler_missing():
             _log.warning("the learner runs without compiling, at some half to a quarter of the speed: %s", missing)
@@ -425,8 +426,11 @@ class OnPolicyLearner(AlgorithmLearner):
 class Values(Protocol):
     """What estimates values: an algorithm."""
 
-    def values(self, observation: npt.NDArray[Any]) -> Floats:
+    def values(self, observation: npt.NDArray[Any], memory: npt.NDArray[Any] | None = None) -> Floats:
         """Return values (n,) of rows (n, ...)."""
+
+    def remembered(self, observation: npt.NDArray[Any], memory: npt.NDArray[Any]) -> Floats:
+        """Return the memory (n, numbers) after rows (n, ...), of what remembers."""
 
 
 def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
@@ -449,8 +453,10 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
     ended = ended | broken
     final = np.zeros(count, np.float32)
     truncated = ended & ~rows["terminated"].astype(np.bool_)
+    memory = (rows[MEMORY],) if MEMORY in rows else ()
     if truncated.any():
-        final[truncated] = learner.values(rows["next_observation"][truncated])
+        after = [learner.remembered(rows["observation"][truncated], each[truncated]) for each in memory]
+        final[truncated] = learner.values(rows["next_observation"][truncated], *after)
     _, counts = np.unique(environment, return_counts=True)
     columns = len(counts) if (counts == counts[0]).all() else 1
 
@@ -461,11 +467,12 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
         observation=shaped(rows["observation"]),
         action=shaped(rows["action"]),
         log_prob=shaped(rows["log_prob"]),
-        value=shaped(learner.values(rows["observation"])),
+        value=shaped(learner.values(rows["observation"], *memory)),
         reward=shaped(rows["reward"]),
         terminated=shaped(rows["terminated"].astype(np.bool_)),
         ended=shaped(ended),
         next_value=shaped(final),
         last_value=np.zeros(columns, np.float32),
         mask=shaped(rows[MASK].astype(np.bool_)) if MASK in rows else None,
+        memory=shaped(rows[MEMORY]) if MEMORY in rows else None,
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.algorithms.base import Algorithm, Arrays
+from jurybox.training.algorithms.base import Algorithm, Array, Arrays
 from jurybox.training.algorithms.served import raw_network
 from jurybox.training.roles.policy_client import NEWEST, PolicyClient
 from jurybox.training.runtime.role_context import RoleContext
+from jurybox.training.spaces import MEMORY
 
 __all__ = ["LocalPolicy", "TorchWeights"]
 
@@ -77,6 +79,8 @@ class LocalPolicy(PolicyClient):
         self._network = raw_network(algorithm).requires_grad_(False)
         self._inputs = algorithm.spec.arguments
         self._outputs = tuple(algorithm.outputs)
+        self._remembers = algorithm.remembers
+        self._memories: dict[int, Array] = {}  # by split, (n, numbers)
         self._weights = TorchWeights(context.reader(channel), self._network)
         context.follow(channel, self._weights)
 
@@ -95,10 +99,31 @@ class LocalPolicy(PolicyClient):
     def submit(self, observation: Arrays, who: str = NEWEST, split: int = 0) -> Callable[[], Arrays]:
         if who != NEWEST:
             raise KeyError(f"nobody plays as {who!r}: this process has the newest policy alone")
-        return lambda: self._outputs_of(observation)
+        return lambda: self._outputs_of(observation, split)
 
-    def _outputs_of(self, observation: Arrays) -> Arrays:
+    def begin(self, environment: int, split: int = 0) -> None:
+        if split in self._memories:
+            self._memories[split][environment] = 0.0
+
+    def memory(self, split: int = 0) -> Array | None:
+        return self._memories.get(split)
+
+    def remember(self, memory: Array, split: int = 0) -> None:
+        self._memories[split] = np.array(memory, np.float32)
+
+    def _outputs_of(self, observation: Arrays, split: int) -> Arrays:
+        given = [observation[name] for name in self._inputs]
+        before: Array | None = None
+        if self._remembers:
+            if split not in self._memories:
+                self._memories[split] = np.zeros((len(given[0]), self._remembers), np.float32)
+            before = self._memories[split]
+            given.append(before)
         with torch.inference_mode():
-            found = self._network(*(torch.from_numpy(observation[name]) for name in self._inputs))
+            found = self._network(*map(torch.from_numpy, given))
         each = found if isinstance(found, tuple) else (found,)
-        return {name: tensor.numpy() for name, tensor in zip(self._outputs, each, strict=True)}
+        outputs: dict[str, Array] = {name: tensor.numpy() for name, tensor in zip(self._outputs, each, strict=False)}
+        if before is not None:
+            # The row of this step keeps `before`: what `begin` changes is another array.
+            outputs[MEMORY], self._memories[split] = before, each[-1].numpy()
+        return outputs

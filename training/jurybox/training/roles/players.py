@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jurybox.training.algorithms.base import Algorithm
 from jurybox.training.algorithms.registry import make
 from jurybox.training.roles.policy_client import PolicyClient
-from jurybox.training.runtime.plan import Kind, load
+from jurybox.training.runtime.plan import ConfigError, Kind, load
 from jurybox.training.runtime.role_context import RoleContext
 
 
@@ -33,7 +33,7 @@ def policy_client(
     if context.spec.kind is Kind.ACTOR and server is not None and channel in server.models:
         from jurybox.training.roles.served_policy import ServedPolicy
 
-        return ServedPolicy(context, channel, rows=rows, splits=splits, max_lag=max_lag)
+        return ServedPolicy(context, channel, rows=rows, splits=splits, max_lag=max_lag, remembers=algorithm.remembers)
     from jurybox.training.roles.local_policy import LocalPolicy
 
     return LocalPolicy(context, channel, algorithm)
@@ -70,6 +70,11 @@ def players(
     made = {}
     for name in dict.fromkeys(policies.values()):
         algorithm = make(**algorithms[name])
+        if algorithm.remembers and len(policies) > 1:
+            raise ConfigError(
+                f"the policy {name!r} is recurrent, which plays in environments of one agent, and these have "
+                f"{len(policies)}: set recurrent = none"
+            )
         client = connected(context, name, algorithm, rows=rows, splits=splits, max_lag=max_lag, **arguments)
         made[name] = Player(algorithm, client)
     return {agent: made[name] for agent, name in policies.items()}

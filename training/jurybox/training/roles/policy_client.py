@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jurybox.training.algorithms.base import Arrays
+from jurybox.training.algorithms.base import Array, Arrays
 
 NEWEST, PAST = "newest", "pool:"  # who plays an agent: the newest policy, a past one ("pool:17"), else a bot
 
@@ -39,11 +39,22 @@ class PolicyClient(ABC):
             split: of requests for the newest policy that overlap, each has a number of its own.
 
         Returns:
-            Gives outputs (n, ...) by name.
+            Gives outputs (n, ...) by name; of a recurrent policy also "memory", what it remembered before.
 
         Raises:
             KeyError: there is no such policy.
         """
+
+    def begin(self, environment: int, split: int = 0) -> None:  # noqa: B027 (most remember nothing)
+        """An episode begins in an environment, a row of what is asked with that split: a recurrent policy forgets."""
+
+    def memory(self, split: int = 0) -> Array | None:
+        """What a recurrent policy remembers of a split's environments, (n, numbers); None: nothing yet, or ever."""
+        return None
+
+    def remember(self, memory: Array, split: int = 0) -> None:
+        """Go on with what `memory` returned."""
+        raise NotImplementedError(f"{type(self).__name__} remembers nothing")
 
     def outputs(self, observation: Arrays) -> Arrays:
         """Return the newest network's outputs, see `submit`."""

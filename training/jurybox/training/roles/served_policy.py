@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jurybox.client import Reply
-from jurybox.training.algorithms.base import Arrays
+from jurybox.training.algorithms.base import Array, Arrays
 from jurybox.training.roles.policy_client import NEWEST, PolicyClient
+from jurybox.training.runtime.leased_sessions import LeasedSessions
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.serving import LeasedModel, UpdatesByVersion
+from jurybox.training.spaces import MEMORY, REMEMBERED
 
 _ADOPTED = 30.0  # seconds to wait for newer weights: an engine that restarts imports torch before it adopts them
 
@@ -31,6 +34,7 @@ class ServedPolicy(PolicyClient):
         splits: requests at once.
         max_lag: publications by which an answer may be behind the newest one that the role knows; older answers are
             requested again. None: any number.
+        remembers: numbers that it keeps for each row from request to request, on the server; 0: none.
         models: for each split, where that is not the plan's server.
     """
 
@@ -42,9 +46,14 @@ class ServedPolicy(PolicyClient):
         rows: int,
         max_lag: int | None,
         splits: int = 1,
+        remembers: int = 0,
         models: Sequence[LeasedModel] | None = None,
     ) -> None:
-        self._models = models or [LeasedModel(context.plan.server, channel, rows, context.alive) for _ in range(splits)]
+        given = context.plan.server, channel, rows, context.alive
+        if models is None:
+            made = partial(LeasedSessions, numbers=remembers) if remembers else LeasedModel
+            models = [made(*given) for _ in range(splits)]
+        self._models = models
         self._max_lag, self._words = max_lag, context.words
         self._published = _Publications(context, channel)
         self._version = 0
@@ -87,14 +96,32 @@ class ServedPolicy(PolicyClient):
                 )
             return False
 
+        before = model.memory if isinstance(model, LeasedSessions) else None
         waiting = model.submit(observation, fresh)
 
         def outputs() -> Arrays:
             reply = waiting()
             self._version = reply.version
-            return named(reply, model)
+            found = named(reply, model)
+            if before is None:
+                return found
+            return {**{name: each for name, each in found.items() if name != REMEMBERED}, MEMORY: before}
 
         return outputs
+
+    def begin(self, environment: int, split: int = 0) -> None:
+        model = self._models[split]
+        if isinstance(model, LeasedSessions):
+            model.begin(environment)
+
+    def memory(self, split: int = 0) -> Array | None:
+        model = self._models[split]
+        return model.memory if isinstance(model, LeasedSessions) else None
+
+    def remember(self, memory: Array, split: int = 0) -> None:
+        model = self._models[split]
+        assert isinstance(model, LeasedSessions), "it remembers nothing"
+        model.remember(memory)
 
     def close(self) -> None:
         """Release the lanes."""

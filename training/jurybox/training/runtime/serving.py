@@ -27,6 +27,7 @@ from jurybox.training.runtime.plan import ConfigError, PolicyServer
 if TYPE_CHECKING:
     from jurybox.client import Publisher
     from jurybox.client.remote.weights import RemotePublisher
+    from jurybox.client.ticket import Ticket
     from jurybox.protocol.weights.reader import WeightsReader
 
 _log = logging.getLogger("jurybox.training")
@@ -35,7 +36,7 @@ KEEP = 60.0  # seconds that a server holds a run's models without a word of it
 _KEEP_EVERY = 1.0  # seconds between two words: fewer than a server waits for one after the end of a connection
 _LOAD_TIMEOUT = 120.0  # seconds that a server gets to load a model: its engines may have to import torch
 _MAX_VERSIONS = 64  # publications
-_CALL_TIMEOUT = 10.0
+CALL_TIMEOUT = 10.0
 _UNLOAD_TIMEOUT = 5.0
 _TIMEOUT, _PRIVATE_TIMEOUT = 60.0, 2.0  # seconds for a server that is away; a private one is not restarted
 _RETRY_SECONDS = 0.2
@@ -45,7 +46,7 @@ _LOOK_SECONDS = 1.0  # between two looks whether a server still has what was pub
 _LOOK_TIMEOUT = 2.0
 
 # What a server gives that is away or was just started again; its memory may vanish between its answer and its use.
-_AWAY = (ServerGone, Timeout, ModelNotFound, SharedMemoryError)
+AWAY = (ServerGone, Timeout, ModelNotFound, SharedMemoryError)
 
 Models = Mapping[str, Mapping[str, Any]]
 
@@ -158,7 +159,7 @@ class _LoadedModels:
 
     def load(self) -> None:
         """Load all models, and keep them loaded."""
-        with connect(self._address, timeout=_CALL_TIMEOUT) as server:
+        with connect(self._address, timeout=CALL_TIMEOUT) as server:
             self._thread.start()  # a load may take longer than the server waits for a word
             for name, settings in self._models.items():
                 server.load(name, settings, keep=KEEP, timeout=_LOAD_TIMEOUT)
@@ -179,7 +180,7 @@ class _LoadedModels:
         server: Server | None = None
         while not self._stop.wait(_RETRY_SECONDS if server is None else _KEEP_EVERY):
             try:
-                server = server or connect(self._address, timeout=_CALL_TIMEOUT)
+                server = server or connect(self._address, timeout=CALL_TIMEOUT)
                 for name in self._models:
                     self._keep(server, name)
             except Error as error:
@@ -227,7 +228,7 @@ class ServedChannel:
                     publisher.publish(weights, version=version)
                 self._look_at = time.monotonic() + _LOOK_SECONDS
                 return
-            except (*_AWAY, Refused):
+            except (*AWAY, Refused):
                 self._close_publisher()
                 if time.monotonic() > until:
                     raise
@@ -276,7 +277,7 @@ class ServedChannel:
 
     def _open(self) -> Publisher | RemotePublisher:
         with ExitStack() as undo:
-            connection = undo.enter_context(connect(self._server.address, timeout=_CALL_TIMEOUT))
+            connection = undo.enter_context(connect(self._server.address, timeout=CALL_TIMEOUT))
             publisher = self._publisher = connection.publisher(self._model)
             self._resources = undo.pop_all()
         return publisher
@@ -297,6 +298,8 @@ class LeasedModel:
     Attributes:
         timeout: seconds for which a server that went away is waited for.
     """
+
+    _away: tuple[type[Exception], ...] = AWAY
 
     def __init__(
         self,
@@ -335,20 +338,20 @@ class LeasedModel:
         """
         try:
             model = self._model or self._open()
-            ticket = model.submit(rows, timeout=_CALL_TIMEOUT, version=version or None)
-        except _AWAY:
+            ticket = self._sent(model, rows, version)
+        except self._away:
             self.close()
             return lambda: self.infer(rows, fresh, version)
 
         def reply() -> Reply:
             try:
-                found = ticket.result(_CALL_TIMEOUT)
-            except _AWAY:
+                found = ticket.result(CALL_TIMEOUT)
+            except self._away:
                 if self._model is model:
                     self.close()
             else:
                 if found.version and fresh(found.version):
-                    return found
+                    return self._taken(found)
             return self.infer(rows, fresh, version)
 
         return reply
@@ -368,9 +371,8 @@ class LeasedModel:
         published_until: float | None = None  # from the first answer on: the server may have been away before
         while True:
             try:
-                model = self._model or self._open()
-                reply = model.infer_reply(rows, timeout=_CALL_TIMEOUT, version=version or None)
-            except _AWAY:
+                reply = self._asked(self._model or self._open(), rows, version)
+            except self._away:
                 self.close()
                 published_until = None
                 if time.monotonic() > until:
@@ -380,7 +382,7 @@ class LeasedModel:
                 if reply.version:
                     published_until = None
                     if fresh(reply.version):
-                        return reply
+                        return self._taken(reply)
                 elif published_until is None:
                     published_until = now + max(self.timeout, _ADOPTED)
                 elif now > published_until:
@@ -398,13 +400,27 @@ class LeasedModel:
         with suppress(Error):
             self._resources.close()
 
+    def _sent(self, model: Model, rows: Any, version: int) -> Ticket:
+        return model.submit(rows, timeout=CALL_TIMEOUT, version=version or None)
+
+    def _asked(self, model: Model, rows: Any, version: int) -> Reply:
+        return model.infer_reply(rows, timeout=CALL_TIMEOUT, version=version or None)
+
+    def _taken(self, reply: Reply) -> Reply:
+        """Return the reply that the caller gets."""
+        return reply
+
     def _open(self) -> Model:
         with ExitStack() as undo:
             connection = undo.enter_context(self._reach())
             model = undo.enter_context(connection.model(self._name, rows=self._rows))
+            self._opened(model, undo)
             self._resources = undo.pop_all()
         self._model = model
         return model
+
+    def _opened(self, model: Model, undo: ExitStack) -> None:
+        """The model was opened: open what else is asked; `undo` closes it."""
 
 
 class UpdatesByVersion:

@@ -28,10 +28,15 @@ SB3 = {
     "n_eval_episodes": "evaluation_episodes",
     "save_freq": "checkpoint_every",
     "net_arch": "hidden",
+    "lstm_hidden_size": "hidden_size",
 }
 OTHERS = {
     **SB3,
     "num_envs": "envs",
+    "rnn_type": "recurrent",
+    "use_lstm": "recurrent",
+    "rnn_size": "hidden_size",
+    "lstm_cell_size": "hidden_size",
     "n_workers": "workers",
     "num_workers": "workers",
     "lr": "learning_rate",

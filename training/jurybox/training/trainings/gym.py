@@ -46,7 +46,7 @@ from jurybox.training.runtime.plan import (
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import ServedSettings
-from jurybox.training.spaces import DISCOUNTED, MASK, AgentSpec
+from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 if TYPE_CHECKING:
@@ -152,7 +152,12 @@ class GymTraining(ServedSettings):
     @classmethod
     def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
         if not table and any(name in algorithm_named(other).Settings.model_fields for other in ALGORITHMS):
-            return f"{cls.model_fields['algorithm'].default} does not use it"
+            chosen = cls.model_fields["algorithm"].default
+            if name in ("recurrent", "hidden_size"):
+                return (
+                    f"{chosen} has no recurrent policy: take ppo, or n_stack = 4, which shows the newest observations"
+                )
+            return f"{chosen} does not use it"
         return super().unknown(name, table)
 
     @model_validator(mode="after")
@@ -272,9 +277,13 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
         )
     spec = AgentSpec(seen.inputs, action, settings.normalize_observations, masked=settings.action_masks)
     try:
-        make(**algorithm_of(settings, spec))
+        made = make(**algorithm_of(settings, spec))
     except AlgorithmUnusable as error:
         raise ConfigError(f"{settings.algorithm} cannot act in {settings.env} ({env.action_space}): {error}") from error
+    if made.remembers and any(leaf.name == MEMORY for leaf in seen.inputs):
+        raise ConfigError(
+            f"recurrent: the observation has a part {MEMORY!r}, the name of what the policy remembers: rename it"
+        )
     return seen, spec
 
 
@@ -301,6 +310,7 @@ def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
         "terminated": Column((), "bool"),
         **({MASK: Column((action.size,), "bool", stored=packed)} if algorithm.spec.masked else {}),
         **{name: Column(shape) for name, shape in algorithm.columns.items()},
+        **({MEMORY: Column((algorithm.remembers,))} if algorithm.remembers else {}),
     }
     if algorithm.on_policy:
         from jurybox.training.roles.learner import COLUMNS
