@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from jurybox.training.environments.making import places_of, wanted
+
 Array = npt.NDArray[Any]
 
 
@@ -72,7 +74,7 @@ class Moved(NamedTuple):
 
 
 class Adapter(Protocol):
-    """`n` environments. A module's callable makes one: ``make(n=..., **arguments)``."""
+    """`n` environments. A module's callable makes one: ``make(n=..., **arguments)``, and `places` if it names them."""
 
     @property
     def name(self) -> str:
@@ -101,6 +103,12 @@ class Adapter(Protocol):
 
     def close(self) -> None:
         """Close the environments."""
+
+
+def made_adapter(make: Callable[..., Any], arguments: Mapping[str, Any], worker: int, numbers: Sequence[int]) -> Any:
+    """Return the adapter of a worker's environments of these numbers; it is told their places if it wants to know."""
+    places = wanted(make, {"places": places_of(worker, numbers)})
+    return make(n=len(numbers), **places, **arguments)
 
 
 class WithBots(Adapter, Protocol):

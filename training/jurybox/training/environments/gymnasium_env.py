@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,13 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, ResizeObservation, TimeLimit
 
-from jurybox.protocol.errors import missing_name
+from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
-from jurybox.training.foreign import imported
+from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place, places_of, wanted
 from jurybox.training.spaces import (
     MASK,
     ActionSpec,
@@ -55,10 +56,6 @@ Environment = gymnasium.Env[Any, Any]
 
 _LONGEST_NAME = 200  # of an input, as in the protocol
 _LEAST_SIDE = 36  # of a picture: the least that the convolutions of Mnih et al. (2015) accept
-
-
-class EnvironmentUnusable(ValueError):
-    """An environment cannot be made, or has unsupported spaces; the message says which."""
 
 
 class _TorchDefaults:
@@ -111,6 +108,7 @@ def make_environment(
     grayscale: bool = False,
     resize: Sequence[int] | None = None,
     n_stack: int = 1,
+    place: Place = NOWHERE,
 ) -> Environment:
     """Make the environment of that name.
 
@@ -120,12 +118,14 @@ def make_environment(
         arguments: keyword arguments of the factory, or of ``gymnasium.make``.
         max_episode_steps: truncate an episode after this number of steps; None: as the environment is registered.
         grayscale, resize, n_stack: see `_preprocessed`.
+        place: which of a run's environments it is; a factory whose signature names ``worker_index`` or
+            ``vector_index`` gets them, a registered environment's constructor, too.
 
     Raises:
         EnvironmentUnusable: it cannot be made.
     """
     with own_defaults:
-        made = _made(name, dict(arguments or {}), max_episode_steps)
+        made = _made(name, dict(arguments or {}), max_episode_steps, place)
         try:
             return _preprocessed(made, grayscale, resize, n_stack)
         except BaseException:
@@ -178,31 +178,25 @@ def stacked_space(space: spaces.Space[Any], n: int) -> spaces.Space[Any]:
     return batch_space(space, n)
 
 
-def _made(name: str, given: dict[str, Any], max_episode_steps: int | None) -> Environment:
-    module, colon, attribute = name.partition(":")
-    try:
-        found = imported(module) if colon else None
-        factory = getattr(found, attribute, None)
-        if found is not None and factory is None and attribute.isidentifier() and attribute not in gymnasium.registry:
-            raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(found, attribute)}")
-        if callable(factory):
-            made = factory(**given)
-            if max_episode_steps is not None and isinstance(made, gymnasium.Env):
-                made = TimeLimit(made, max_episode_steps)
-        else:
-            if max_episode_steps is not None:  # a further wrapper could only shorten the registered limit
-                given["max_episode_steps"] = max_episode_steps
-            made = gymnasium.make(name, **given)
-    except EnvironmentUnusable:
-        raise
-    except ModuleNotFoundError as error:
-        hint = ", neither in this folder nor on PYTHONPATH" if error.name == module else ""
-        raise EnvironmentUnusable(f"{name!r} cannot be made: {error}{hint}") from error
-    except (Exception, SystemExit) as error:
-        raise EnvironmentUnusable(
-            f"{name!r} cannot be made with {given}: {type(error).__name__}: {error}; expected a name that Gymnasium "
-            "knows, or module:factory; `env_args` are its keyword arguments"
-        ) from error
+def _made(name: str, given: dict[str, Any], max_episode_steps: int | None, place: Place) -> Environment:
+    is_registered = False
+
+    def registered() -> Any:
+        nonlocal is_registered
+        is_registered, own = True, {}
+        with suppress(gymnasium.error.Error):  # which `make` says better
+            spec = gymnasium.spec(name)
+            entry = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+            if entry is not None:
+                own = {each: index for each, index in wanted(entry, place.keywords).items() if each not in spec.kwargs}
+        if max_episode_steps is not None:  # a further wrapper could only shorten the registered limit
+            given["max_episode_steps"] = max_episode_steps
+        return gymnasium.make(name, **{**own, **given})
+
+    expected = "a name that Gymnasium knows, or module:factory"
+    made = making.make(name, given, place, expected, registered, gymnasium.registry)
+    if max_episode_steps is not None and not is_registered and isinstance(made, gymnasium.Env):
+        made = TimeLimit(made, max_episode_steps)
     if not isinstance(made, gymnasium.Env):
         raise EnvironmentUnusable(
             f"{name!r} gave a {type(made).__module__}.{type(made).__qualname__}: expected a gymnasium.Env of one "
@@ -479,6 +473,7 @@ class GymEnvs:
         clips: whether numbers are actions in the environment's own unit, cut off at their bounds; else they are in
             [-1, 1], and scaled.
         masked: whether masks of actions are observed, see `spaces.action_mask`.
+        places: of each environment in the run.
 
     Attributes:
         to_env: the environment's action for one that an algorithm chooses.
@@ -499,13 +494,14 @@ class GymEnvs:
         *,
         clips: bool,
         masked: bool = False,
+        places: Sequence[Place] = (),
         **preprocessing: Any,
     ) -> None:
         self.n, self.name = n, env
         with ExitStack() as undo:
             self.envs: list[Environment] = []
-            for _ in range(n):
-                self.envs.append(make_environment(env, env_args, max_episode_steps, **preprocessing))
+            for place in places or places_of(0, range(n)):
+                self.envs.append(make_environment(env, env_args, max_episode_steps, place=place, **preprocessing))
                 undo.callback(self.envs[-1].close)
             self._observations = Observations(self.envs[0].observation_space)
             actions = Actions(self.envs[0].action_space)

@@ -14,10 +14,10 @@ from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils import BaseParallelWrapper
 from pettingzoo.utils.conversions import parallel_to_aec
 
-from jurybox.protocol.errors import missing_name
+from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
-from jurybox.training.environments.gymnasium_env import Actions, EnvironmentUnusable, Observations, stacked_space
-from jurybox.training.foreign import imported
+from jurybox.training.environments.gymnasium_env import Actions, Observations, stacked_space
+from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place
 from jurybox.training.spaces import MASK, AgentSpec, ContractBroken, action_mask, flag, number, short
 
 Array = npt.NDArray[Any]
@@ -25,30 +25,18 @@ Array = npt.NDArray[Any]
 _LONGEST_NAME, _FORBIDDEN = 60, frozenset("/+*\0\n")
 
 
-def make_world(name: str, arguments: Mapping[str, Any]) -> AECEnv[Any, Any, Any]:
+def make_world(name: str, arguments: Mapping[str, Any], place: Place = NOWHERE) -> AECEnv[Any, Any, Any]:
     """Create an environment whose agents take turns. In a parallel one, all act together after the last has chosen.
 
     Args:
         name: "package.module:callable" that returns a PettingZoo environment (AEC or parallel).
         arguments: its keyword arguments.
+        place: which of a run's environments it is; passed as in `gymnasium_env.make_environment`.
 
     Raises:
         EnvironmentUnusable: the environment cannot be created, or is neither.
     """
-    module, _, attribute = name.partition(":")
-    try:
-        found: Any = imported(module)
-        factory = getattr(found, attribute, None)
-        if factory is None:
-            raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(found, attribute)}")
-        made = factory(**arguments)
-    except EnvironmentUnusable:
-        raise
-    except (Exception, SystemExit) as error:
-        raise EnvironmentUnusable(
-            f"{name} cannot be made with {dict(arguments)}: {type(error).__name__}: {error}; expected "
-            "package.module:callable; `env_args` holds its keyword arguments"
-        ) from error
+    made = making.make(name, arguments, place, "package.module:callable")
     if isinstance(made, ParallelEnv):
         return parallel_to_aec(_TruncateMissing(made))
     if not isinstance(made, AECEnv):
@@ -176,6 +164,7 @@ class World:
         n: 1; a process has one world.
         env, env_args: see `make_world`.
         stacks: by agent, how many observations it sees.
+        places: its place in the run, alone.
 
     Attributes:
         env: the environment, as one in turns.
@@ -187,11 +176,19 @@ class World:
 
     bound = "bound its episodes, by an argument of it or in a wrapper"
 
-    def __init__(self, n: int, env: str, env_args: Mapping[str, Any], stacks: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        n: int,
+        env: str,
+        env_args: Mapping[str, Any],
+        stacks: Mapping[str, int],
+        *,
+        places: Sequence[Place] = (NOWHERE,),
+    ) -> None:
         if n != 1:
             raise EnvironmentUnusable(f"{n} worlds in one process: expected 1; `envs` counts processes")
         self.n, self.name = n, env
-        self.env = make_world(env, env_args)
+        self.env = make_world(env, env_args, places[0])
         self.agents: Sequence[str] = tuple(self.env.possible_agents)
         self.views = views_of(self.env, stacks)
         self._untold: set[str] = set()  # agents that have acted, and whose result is not known yet

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from jurybox.training.algorithms.base import Algorithm, Array, Arrays, Progress
-from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting, WithBots, WithState
+from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting, WithBots, WithState, made_adapter
 from jurybox.training.replay import Replay, Streams
 from jurybox.training.roles.curriculum import Task
 from jurybox.training.roles.players import Player, players
@@ -89,7 +89,7 @@ class EnvActor(Actor):
         with ExitStack() as undo:
             made: list[Adapter] = []
             for numbers in dealt:
-                made.append(load(adapter)(n=len(numbers), **arguments))
+                made.append(made_adapter(load(adapter), arguments, context.worker_index, numbers))
                 undo.callback(made[-1].close)
             rows = len(dealt[0])
             found = players(context, policies, algorithms, rows=rows, splits=splits, max_lag=max_lag, clients=clients)

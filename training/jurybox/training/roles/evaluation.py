@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jurybox.training.algorithms.base import Array, Progress
-from jurybox.training.environments.adapter import Adapter, Waiting
+from jurybox.training.environments.adapter import Adapter, Waiting, made_adapter
 from jurybox.training.roles.env_actor import Cast
 from jurybox.training.roles.players import players
 from jurybox.training.roles.policy_client import NEWEST
@@ -148,7 +148,7 @@ class EnvEvaluator(Evaluator):
     ) -> None:
         super().__init__(context)
         n = min(side_by_side, episodes)
-        self._adapter: Adapter = load(adapter)(n=n, **arguments)
+        self._adapter: Adapter = made_adapter(load(adapter), arguments, context.worker_index, range(n))
         self._players = players(context, policies, algorithms, rows=n, clients=clients)
         self._cast = Cast(self._adapter, self._players)
         self._suites = [Suite(*each) for each in suites.items()] if suites else [Suite()]

@@ -171,6 +171,12 @@ class RoleContext:
         self.followed.append((name, self.shared.reader(name), weights))
 
     @property
+    def worker_index(self) -> int:
+        """Number of this role among those that have environments: actors from 1 on, then evaluators."""
+        players = [*self.plan.of_kind(Kind.ACTOR), *self.plan.of_kind(Kind.EVALUATOR)]
+        return 1 + players.index(self.number)
+
+    @property
     def env_steps(self) -> int:
         """Environment steps of the whole run."""
         return self.scoreboard.env_steps
