@@ -13,11 +13,13 @@ SOURCES = sorted(
     file for folder in ("protos", "client", "server", "training") for file in (ROOT / folder / "jurybox").rglob("*.py")
 )
 # A training sends its own children, over a private pipe, what they run: the functions that create
-# their environments, the plan of their roles. Ray's actors of a training get the same through Ray, or over a socket at
-# whose other end the kernel shows the same user.
+# their environments, the plan of their roles. Environments that are built once are asked over a socket in a folder of
+# this user's alone. Ray's actors of a training get the same through Ray, or over a socket at whose other end the kernel
+# shows the same user.
 OWN_CHILDREN = {
     "cluster/env_workers.py",
     "cluster/local_calls.py",
+    "roles/environment_host.py",
     "runtime/launching.py",
     "runtime/process.py",
     "vector/process_env.py",

@@ -123,6 +123,27 @@ class WithBots(Adapter, Protocol):
 
 
 @runtime_checkable
+class Lent(Adapter, Protocol):
+    """An adapter whose environments others may have, too, by turns: `hold` comes before a turn, `release` after it.
+
+    Attributes:
+        shared: whether that is so; else the environments are its own.
+    """
+
+    shared: bool
+
+    def hold(self, alive: Callable[[], None]) -> Sequence[int]:
+        """Wait until nobody else holds the environments; return those whose episodes others have broken off.
+
+        Args:
+            alive: called again and again while it waits.
+        """
+
+    def release(self) -> None:
+        """Let others have the environments."""
+
+
+@runtime_checkable
 class WithState(Adapter, Protocol):
     """An adapter whose environments may save themselves: a resumed run then goes on in the midst of their episodes."""
 

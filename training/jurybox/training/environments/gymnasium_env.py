@@ -29,6 +29,7 @@ from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, Resi
 from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
 from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place, places_of, wanted
+from jurybox.training.environments.stock import Kept, kept
 from jurybox.training.spaces import (
     MASK,
     ActionSpec,
@@ -131,6 +132,23 @@ def make_environment(
         except BaseException:
             made.close()
             raise
+
+
+def kept_environment(
+    name: str,
+    arguments: Mapping[str, Any],
+    max_episode_steps: int | None = None,
+    *,
+    place: Place,
+    shared: bool,
+    **preprocessing: Any,
+) -> Kept:
+    """Make an environment as `make_environment` does, or take it from the process's stock, see `stock.kept`."""
+
+    def make() -> Environment:
+        return make_environment(name, arguments, max_episode_steps, place=place, **preprocessing)
+
+    return kept([name, arguments, max_episode_steps, place, preprocessing], make, shared=shared)
 
 
 def _preprocessed(env: Environment, grayscale: bool, resize: Sequence[int] | None, n_stack: int) -> Environment:
@@ -474,6 +492,7 @@ class GymEnvs:
             [-1, 1], and scaled.
         masked: whether masks of actions are observed, see `spaces.action_mask`.
         places: of each environment in the run.
+        shared: whether they are those of the process's stock, see `stock`.
 
     Attributes:
         to_env: the environment's action for one that an algorithm chooses.
@@ -495,14 +514,18 @@ class GymEnvs:
         clips: bool,
         masked: bool = False,
         places: Sequence[Place] = (),
+        shared: bool = False,
         **preprocessing: Any,
     ) -> None:
-        self.n, self.name = n, env
+        self.n, self.name, self.shared = n, env, shared
         with ExitStack() as undo:
-            self.envs: list[Environment] = []
+            self._kept: list[Kept] = []
             for place in places or places_of(0, range(n)):
-                self.envs.append(make_environment(env, env_args, max_episode_steps, place=place, **preprocessing))
-                undo.callback(self.envs[-1].close)
+                one = kept_environment(env, env_args, max_episode_steps, place=place, shared=shared, **preprocessing)
+                self._kept.append(one)
+                if not shared:
+                    undo.callback(one.env.close)
+            self.envs: list[Environment] = [each.env for each in self._kept]
             self._observations = Observations(self.envs[0].observation_space)
             actions = Actions(self.envs[0].action_space)
             self._resources = undo.pop_all()
@@ -517,6 +540,7 @@ class GymEnvs:
 
     def begin(self, environment: int, seed: int) -> None:
         """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
+        self._kept[environment].user = self
         observation, info = begun(_foreign(self.envs[environment].reset, seed=seed))
         self._observe(environment, observation, info)
         self._running[environment] = True
@@ -542,23 +566,31 @@ class GymEnvs:
         result = Result("", reward, terminated, truncated, self._rows.copy(), infos, mask)
         return Moved((result,), len(running), np.flatnonzero(ended).tolist())
 
+    def hold(self, alive: Callable[[], None]) -> list[int]:
+        """Return the environments in which another has begun an episode since, see `adapter.Lent`."""
+        return [number for number in np.flatnonzero(self._running).tolist() if self._kept[number].user is not self]
+
+    def release(self) -> None:
+        """Others may have the environments."""
+
     def state(self) -> dict[str, Any] | None:
         """Return the states of the environments; None: one of them cannot be saved, see `can_be_saved`."""
-        if not all(map(can_be_saved, self.envs)):
+        if not all(map(can_be_saved, self.envs)) or (self.shared and self.hold(lambda: None)):
             return None
         states = [_foreign(getattr(env, "episode_state")) for env in self.envs]  # noqa: B009 (Gymnasium's class has none)
         return {"envs": states, "inputs": self._inputs, "rows": self._rows, "running": self._running}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        for env, saved in zip(self.envs, state["envs"], strict=True):
-            _foreign(getattr(env, "restore_episode"), saved)  # noqa: B009
-        for name, kept in self._inputs.items():
-            kept[...] = state["inputs"][name]
+        for one, saved in zip(self._kept, state["envs"], strict=True):
+            one.user = self
+            _foreign(getattr(one.env, "restore_episode"), saved)  # noqa: B009
+        for name, array in self._inputs.items():
+            array[...] = state["inputs"][name]
         self._rows[...], self._running[...] = state["rows"], state["running"]
 
     def close(self) -> None:
-        """Close the environments."""
+        """Close the environments, if they are not shared."""
         self._resources.close()
 
     def _observe(self, number: int, observation: Any, info: Mapping[str, Any], *, ended: bool = False) -> None:

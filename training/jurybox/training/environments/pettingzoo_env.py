@@ -4,7 +4,7 @@ same `Observations` and `Actions` as in Gymnasium's environments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
 from jurybox.training.environments.gymnasium_env import Actions, Observations, stacked_space
 from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place
+from jurybox.training.environments.stock import Kept, kept
 from jurybox.training.spaces import MASK, AgentSpec, ContractBroken, action_mask, flag, number, short
 
 Array = npt.NDArray[Any]
@@ -45,6 +46,11 @@ def make_world(name: str, arguments: Mapping[str, Any], place: Place = NOWHERE) 
             "module of PettingZoo's own: module:env or module:parallel_env)"
         )
     return made
+
+
+def kept_world(name: str, arguments: Mapping[str, Any], *, place: Place, shared: bool) -> Kept:
+    """Make an environment as `make_world` does, or take it from the process's stock, see `stock.kept`."""
+    return kept([name, arguments, place], lambda: make_world(name, arguments, place), shared=shared)
 
 
 def check_names(environment: str, agents: Sequence[Any]) -> None:
@@ -165,6 +171,7 @@ class World:
         env, env_args: see `make_world`.
         stacks: by agent, how many observations it sees.
         places: its place in the run, alone.
+        shared: whether it is that of the process's stock, see `stock`.
 
     Attributes:
         env: the environment, as one in turns.
@@ -184,11 +191,14 @@ class World:
         stacks: Mapping[str, int],
         *,
         places: Sequence[Place] = (NOWHERE,),
+        shared: bool = False,
     ) -> None:
         if n != 1:
             raise EnvironmentUnusable(f"{n} worlds in one process: expected 1; `envs` counts processes")
-        self.n, self.name = n, env
-        self.env = make_world(env, env_args, places[0])
+        self.n, self.name, self.shared = n, env, shared
+        self._kept = kept_world(env, env_args, place=places[0], shared=shared)
+        self.env: AECEnv[Any, Any, Any] = self._kept.env
+        self._running = False
         self.agents: Sequence[str] = tuple(self.env.possible_agents)
         self.views = views_of(self.env, stacks)
         self._untold: set[str] = set()  # agents that have acted, and whose result is not known yet
@@ -196,6 +206,7 @@ class World:
 
     def begin(self, environment: int, seed: int | None, options: dict[str, Any] | None = None) -> None:
         """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
+        self._kept.user, self._running = self, True
         self.env.reset(seed=seed, options=options)
         for view in self.views.values():
             view.forget()
@@ -222,11 +233,19 @@ class World:
         results, over, steps = self._look(), not self.env.agents, 0
         if over or self._taken >= self._members:
             steps, self._taken, self._members = 1, 0, len(self.env.agents)
+        self._running = not over
         return Moved(results, steps, [0] if over else [])
+
+    def hold(self, alive: Callable[[], None]) -> list[int]:
+        """Return [0] if another has begun an episode since, see `adapter.Lent`."""
+        return [0] if self._running and self._kept.user is not self else []
+
+    def release(self) -> None:
+        """Others may have the environment."""
 
     def state(self) -> dict[str, Any] | None:
         """Return the state of the environment and what its agents saw; None: it cannot be saved, see `can_be_saved`."""
-        if not can_be_saved(self.env):
+        if not can_be_saved(self.env) or self.hold(lambda: None):
             return None
         views = {agent: {"inputs": view.inputs, "fresh": view.fresh} for agent, view in self.views.items()}
         turn = {"untold": sorted(self._untold), "taken": self._taken, "members": self._members}
@@ -234,18 +253,20 @@ class World:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
+        self._kept.user, self._running = self, True
         self.env.restore_episode(state["env"])
         for agent, saved in state["views"].items():
             view = self.views[agent]
             view.fresh = saved["fresh"]
-            for name, kept in view.inputs.items():
-                kept[...] = saved["inputs"][name]
+            for name, array in view.inputs.items():
+                array[...] = saved["inputs"][name]
         self._untold = set(state["untold"])
         self._taken, self._members = state["taken"], state["members"]
 
     def close(self) -> None:
-        """Close the environment."""
-        self.env.close()
+        """Close the environment, if it is not shared."""
+        if not self.shared:
+            self.env.close()
 
     def _look(self) -> list[Result]:
         """Read what agents observe until one may act."""

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from jurybox.training.algorithms.base import Algorithm, Array, Arrays, Progress
-from jurybox.training.environments.adapter import Adapter, Moved, Result, Waiting, WithBots, WithState, made_adapter
+from jurybox.training.environments.adapter import (
+    Adapter,
+    Lent,
+    Moved,
+    Result,
+    Waiting,
+    WithBots,
+    WithState,
+    made_adapter,
+)
 from jurybox.training.replay import Replay, Streams
 from jurybox.training.roles.curriculum import Task
 from jurybox.training.roles.players import Player, players
@@ -107,10 +116,26 @@ class EnvActor(Actor):
                 episodes, discount = first + place * n + np.array(numbers), (discounts or {}).get(policies[agent])
                 recorders[agent] = _Recorder(player, replay, episodes, begun, discount)
             self._splits.append(_Split(one, numbers, recorders, Cast(one, found, split), self._at_random))
+        self._lent = [each for each in made if isinstance(each, Lent) and each.shared]
+        if self._lent and len(made) > 1:
+            raise ConfigError("environments that are built once are stepped together: expected splits = 1")
         self._turn_of = 0  # the split that steps next
         self._playing = False
 
     def step(self) -> int:
+        if not self._lent:
+            return self._step()
+        (adapter,), (split,) = self._lent, self._splits
+        try:
+            for number in adapter.hold(self.context.rests):
+                for each in split.recorders.values():
+                    each.cut(number)
+                self._begin(split, number)
+            return self._step()
+        finally:
+            adapter.release()
+
+    def _step(self) -> int:
         if not self._playing:
             for split in self._splits:
                 for number in range(split.adapter.n):
@@ -396,6 +421,8 @@ class _Recorder:
         self.t = np.full(len(numbers), begun, np.int64)
         self.totals = np.zeros(len(numbers))
         self._row: dict[str, Array] | None = None  # of an action whose result is not known yet
+        self._newest: Result | None = None
+        self._goes_on = np.zeros(len(numbers), np.bool_)  # whether the newest row has no successor yet
 
     def check_others(self) -> None:
         """Raise ConfigError if others than the newest policy must not play the agent."""
@@ -417,8 +444,16 @@ class _Recorder:
         """An episode begins: its rows do not follow those of the previous one."""
         self.t[number] += 1
         self.totals[number] = self._discounted[number] = 0.0
+        self._goes_on[number] = False
         if self._rows is not None:
             self._rows.begin(number, anchor=anchor)
+
+    def cut(self, number: int) -> None:
+        """An episode was broken off: as if it was truncated after the agent's last result."""
+        self._row = None
+        if self._rows is not None and self._goes_on[number] and not self.player.algorithm.on_policy:
+            assert self._newest is not None
+            self._end(number, self._newest)
 
     def acted(self, waiting: Waiting, action: Array, columns: Arrays) -> None:
         """Keep an action until its result is known."""
@@ -443,13 +478,19 @@ class _Recorder:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}
             self._rows.add(row)
             self.t += 1
+            self._goes_on = ~ended
             if any_ended and not self.player.algorithm.on_policy:
                 for number in np.flatnonzero(result.truncated & ~result.terminated).tolist():
-                    mask = {} if result.mask is None else {MASK: result.mask[number]}
-                    self._rows.end(number, observation=result.rows[number], **mask)
+                    self._end(number, result)
+        self._newest = result
         if any_ended:
             self._discounted[ended] = 0.0
             self.t[ended] += 1  # an agent may come back in the same episode of the environment
+
+    def _end(self, number: int, result: Result) -> None:
+        assert self._rows is not None
+        mask = {} if result.mask is None else {MASK: result.mask[number]}
+        self._rows.end(number, observation=result.rows[number], **mask)
 
 
 class _Rows:

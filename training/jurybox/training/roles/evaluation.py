@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jurybox.training.algorithms.base import Array, Progress
-from jurybox.training.environments.adapter import Adapter, Waiting, made_adapter
+from jurybox.training.environments.adapter import Adapter, Lent, Waiting, made_adapter
 from jurybox.training.roles.env_actor import Cast
 from jurybox.training.roles.players import players
 from jurybox.training.roles.policy_client import NEWEST
@@ -128,6 +128,7 @@ class EnvEvaluator(Evaluator):
         against_random: whether the same episodes are once played at random: numbers random_AGENT.
         suites: by name, the `players` of a `Suite`; each has these episodes. None: the newest policy plays all agents.
         clients: see `players.players`.
+        worker: whose environments they are, where these are shared; None: the evaluator's own.
     """
 
     def __init__(
@@ -145,10 +146,11 @@ class EnvEvaluator(Evaluator):
         against_random: bool = False,
         suites: Mapping[str, Mapping[str, str]] | None = None,
         clients: Mapping[str, Any] | None = None,
+        worker: int | None = None,
     ) -> None:
         super().__init__(context)
         n = min(side_by_side, episodes)
-        self._adapter: Adapter = made_adapter(load(adapter), arguments, context.worker_index, range(n))
+        self._adapter: Adapter = made_adapter(load(adapter), arguments, worker or context.worker_index, range(n))
         self._players = players(context, policies, algorithms, rows=n, clients=clients)
         self._cast = Cast(self._adapter, self._players)
         self._suites = [Suite(*each) for each in suites.items()] if suites else [Suite()]
@@ -158,6 +160,15 @@ class EnvEvaluator(Evaluator):
         self._random_play: list[Episode] = []
 
     def evaluate(self) -> Mapping[str, float]:
+        if not (isinstance(self._adapter, Lent) and self._adapter.shared):
+            return self._evaluate()
+        self._adapter.hold(self.context.alive)
+        try:
+            return self._evaluate()
+        finally:
+            self._adapter.release()
+
+    def _evaluate(self) -> Mapping[str, float]:
         if self._against_random and not self._random_play:
             self._random_play = self._play(self._random, self._suites[0])
         suites = {suite.name: self._play(self._chosen, suite) for suite in self._suites}

@@ -278,6 +278,11 @@ class RoleContext:
         self.words[Word.HEARTBEAT] = now
         self._mark = now
 
+    def rests(self) -> None:
+        """Send a heartbeat while somebody else does what this role would; nobody counts as waiting for it."""
+        self.alive()
+        self.words[Word.MOVED_AT] = self._mark
+
     def wait_until(self, holds: Callable[[], bool], subject: Subject, which: int = 0, timeout: float = 1.0) -> bool:
         """Wait until `holds()`, an order, or the timeout; returns whether it holds.
 

@@ -242,6 +242,16 @@ class ServedSettings(Settings):
         return unused
 
 
+class EnvironmentSettings(ServedSettings):
+    """Settings of a training in environments of the user's."""
+
+    build_once: bool = Field(
+        False,
+        description="Build each environment once, for its check, the training and evaluations, which break off an "
+        "episode of the first worker; for a simulator on a fixed port.",
+    )
+
+
 def flat_names(values: Mapping[str, Any]) -> list[str]:
     """Names of settings, those of parts as ``part.NAME``."""
     names: list[str] = []

@@ -28,10 +28,12 @@ from jurybox.training.environments.gymnasium_env import (
     EnvironmentUnusable,
     Observations,
     Seen,
-    make_environment,
+    kept_environment,
 )
+from jurybox.training.environments.making import Place
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as Column
+from jurybox.training.roles.hosted import Builders, builders
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -45,8 +47,8 @@ from jurybox.training.runtime.plan import (
     Timeouts,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
-from jurybox.training.runtime.settings import ServedSettings
-from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY, AgentSpec
+from jurybox.training.runtime.settings import EnvironmentSettings, ServedSettings
+from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY, ActionSpec, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ _ROWS, _MOST_BYTES = 1_000_000, 2**31  # a replay if `buffer_size` is not set: r
 _LAG = 10  # publications by which a served policy may be behind its learner, with off-policy algorithms
 
 
-class GymTraining(ServedSettings):
+class GymTraining(EnvironmentSettings):
     """Settings of a gym training; a TOML file and the command line use the same names.
 
     Those of the algorithm are settings, too: the class of an object is a variant of this one, with their names, types
@@ -254,18 +256,37 @@ def _variant_of(name: str, algorithm: type[Algorithm]) -> type[GymTraining]:
     return made
 
 
-def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
+def look(place: Place, *of: Any, shared: bool, **preprocessing: Any) -> tuple[Seen, ActionSpec, str]:
+    """Return the format of observations' rows, what is chosen, and what the space of actions is called.
+
+    Args:
+        of: arguments of `make_environment`. shared: see `gymnasium_env.kept_environment`.
+
+    Raises:
+        EnvironmentUnusable: the environment cannot be created, or has unsupported spaces.
+    """
+    env = kept_environment(*of, place=place, shared=shared, **preprocessing).env
+    try:
+        return Observations(env.observation_space).seen, Actions(env.action_space).spec, str(env.action_space)
+    finally:
+        if not shared:
+            env.close()
+
+
+def spaces_of(settings: GymTraining, builders: Builders | None = None) -> tuple[Seen, AgentSpec]:
     """Return the format of observations' rows, and what a policy of the settings' environment gets and chooses.
+
+    Args:
+        builders: where the environment is looked at; None: here, in one of its own.
 
     Raises:
         ConfigError: the environment cannot be created, or the algorithm does not support its spaces.
     """
+    builders = builders or Builders()
+    of = settings.env, settings.env_args, settings.max_episode_steps
+    looks = partial(look, shared=builders.shared, **settings.preprocessing)
     try:
-        env = make_environment(settings.env, settings.env_args, settings.max_episode_steps, **settings.preprocessing)
-        try:
-            seen, action = Observations(env.observation_space).seen, Actions(env.action_space).spec
-        finally:
-            env.close()
+        seen, action, called = builders.call(looks, builders.place, *of)
     except EnvironmentUnusable as error:
         raise ConfigError(str(error)) from error
     if settings.normalize_observations and not seen.numbers:
@@ -279,7 +300,7 @@ def spaces_of(settings: GymTraining) -> tuple[Seen, AgentSpec]:
     try:
         made = make(**algorithm_of(settings, spec))
     except AlgorithmUnusable as error:
-        raise ConfigError(f"{settings.algorithm} cannot act in {settings.env} ({env.action_space}): {error}") from error
+        raise ConfigError(f"{settings.algorithm} cannot act in {settings.env} ({called}): {error}") from error
     if made.remembers and any(leaf.name == MEMORY for leaf in seen.inputs):
         raise ConfigError(
             f"recurrent: the observation has a part {MEMORY!r}, the name of what the policy remembers: rename it"
@@ -319,18 +340,27 @@ def fields(algorithm: Algorithm, seen: Seen) -> dict[str, Column]:
     return found
 
 
-def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
+def plan(
+    settings: GymTraining,
+    served: ServedModels | None = None,
+    *,
+    builders: Builders | None = None,
+    spaces: tuple[Seen, AgentSpec] | None = None,
+) -> Plan:
     """Create the plan for these settings.
 
     Args:
         served: the server that has the policy; None: workers compute it themselves.
+        builders: how roles get their environments; None: each builds its own.
+        spaces: what `spaces_of` returned; None: it is called.
 
     Raises:
         ConfigError: the environment cannot be created, or the algorithm does not support it.
     """
     from jurybox.protocol.weights import WeightsLayout
 
-    seen, spec = spaces_of(settings)
+    builders = builders or Builders()
+    seen, spec = spaces or spaces_of(settings, builders)
     made_of = algorithm_of(settings, spec)
     algorithm = make(**made_of)
     on_policy, pace = algorithm.on_policy, settings.pace
@@ -338,9 +368,11 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     values = settings.model_dump(mode="json")
     arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")} | settings.preprocessing
+    arguments |= {"clips": algorithm.chooses[1] == "clip", "masked": spec.masked}
+    adapter, arguments = builders.adapter(_ADAPTER, arguments)
     played = {
-        "adapter": _ADAPTER,
-        "arguments": {**arguments, "clips": algorithm.chooses[1] == "clip", "masked": spec.masked},
+        "adapter": adapter,
+        "arguments": arguments,
         "policies": {"": NAME},
         "algorithms": {NAME: made_of},
     }
@@ -363,6 +395,8 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
         row = sum(each.stored_bytes for each in columns.values())
         # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
         capacity = settings.replayed.buffer_size or min(_ROWS, _MOST_BYTES // row)
+    # One that plays in the first worker's environments has no more than that.
+    evaluates = {"worker": 1, "side_by_side": min(10, settings.envs_per_worker)} if builders.shared else {}
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
         roles=(
@@ -385,7 +419,7 @@ def plan(settings: GymTraining, served: ServedModels | None = None) -> Plan:
                 "evaluator",
                 Kind.EVALUATOR,
                 f"{_ROLES}.evaluation:EnvEvaluator",
-                {**played, "episodes": settings.evaluation_episodes, "bound": settings.max_episode_steps},
+                {**played, "episodes": settings.evaluation_episodes, "bound": settings.max_episode_steps, **evaluates},
                 reads=(NAME,),
                 evaluate_every=every,
                 nice=_EVALUATOR_NICE,
@@ -475,28 +509,32 @@ def train(
     from jurybox.training.trainings.recorded_run import recorded_run
 
     folder = folder.absolute()  # an environment may change the current folder
-    _, spec = spaces_of(settings)
+    serial = bool(options.get("serial"))
     with ExitStack() as resources:
+        built = resources.enter_context(
+            builders(settings.build_once, settings.workers, folder / "logs", options.get("launcher"), serial=serial)
+        )
+        spaces = spaces_of(settings, built)
         # A second thread slows down such small networks, and changes the order of sums and so their values.
         resources.enter_context(threadpool_limits(1))
         served = None
         if settings.policy == "served":
             serving: object = options.get("launcher")
-            if isinstance(serving, Serves) and not options.get("serial") and settings.server is None:
+            if isinstance(serving, Serves) and not serial and settings.server is None:
                 raise ConfigError(
                     "a served policy on --launcher ray wants a server that runs (--server), or policy='local'"
                 )
             folder.mkdir(parents=True, exist_ok=True)
             model = {
                 "factory": factory_of(settings),
-                "args": algorithm_of(settings, spec),
+                "args": algorithm_of(settings, spaces[1]),
                 "publish": "double_buffer",
                 "max_batch": settings.envs,
             }
             log, http = folder / "server.log", settings.server_http
             served = resources.enter_context(served_models({MODEL: model}, settings.server, log, http=http))
         return recorded_run(
-            plan(settings, served),
+            plan(settings, served, builders=built, spaces=spaces),
             folder,
             columns(settings),
             settings,

@@ -14,9 +14,10 @@ from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
-from jurybox.training.environments.gymnasium_env import EnvironmentUnusable
-from jurybox.training.environments.pettingzoo_env import AgentView, check_names, make_world, views_of
+from jurybox.training.environments.making import EnvironmentUnusable, Place
+from jurybox.training.environments.pettingzoo_env import AgentView, check_names, kept_world, views_of
 from jurybox.training.replay import Episodes
+from jurybox.training.roles.hosted import Builders
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -30,7 +31,7 @@ from jurybox.training.runtime.plan import (
     refuse_unused,
 )
 from jurybox.training.runtime.serving import Models, ServedModels
-from jurybox.training.runtime.settings import ServedSettings, merged
+from jurybox.training.runtime.settings import EnvironmentSettings, merged
 from jurybox.training.spaces import AgentSpec
 from jurybox.training.trainings.gym import acts_of, fields
 
@@ -80,7 +81,7 @@ OWN = frozenset(
 )
 
 
-class MarlTraining(ServedSettings):
+class MarlTraining(EnvironmentSettings):
     """Settings of a multi-agent training; a TOML file and the command line use the same names."""
 
     title = "multi-agent"
@@ -264,17 +265,27 @@ class MarlTraining(ServedSettings):
         return {"agents": self.agents, **self.env_args} if self.env == TREASURE else dict(self.env_args)
 
 
-def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None = None) -> Plan:
+def plan(
+    settings: MarlTraining,
+    serve: Callable[[Models], ServedModels] | None = None,
+    *,
+    builders: Builders | None = None,
+) -> Plan:
     """Create the plan for these settings.
 
     Args:
         serve: loads models on a server; None: the actors compute their policies themselves.
+        builders: how roles get their worlds; None: each builds its own.
 
     Raises:
         ConfigError: the environment cannot be created, agents that share a learner have different spaces, `share` or
             `own` names unknown agents, or a setting is set that would have no effect.
     """
-    groups, of_group, views = _views(settings)
+    builders = builders or Builders()
+    try:
+        groups, of_group, views = builders.call(_views, settings, builders.place, builders.shared)
+    except EnvironmentUnusable as error:
+        raise ConfigError(str(error)) from error
     settings.refuse_unused([name.split("+") for name in of_group])
     algorithms = {name: _acting(own, views[name].spec) for name, own in of_group.items()}
     made = {}
@@ -300,8 +311,10 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
             }
         )
     stacks = {agent: of_group[group].n_stack for agent, group in groups.items()}
-    arguments = {"env": settings.env, "env_args": settings.world_settings, "stacks": stacks}
-    played = {"adapter": _ADAPTER, "arguments": arguments, "policies": groups, "algorithms": algorithms}
+    adapter, arguments = builders.adapter(
+        _ADAPTER, {"env": settings.env, "env_args": settings.world_settings, "stacks": stacks}
+    )
+    played = {"adapter": adapter, "arguments": arguments, "policies": groups, "algorithms": algorithms}
     return Plan(
         roles=(
             *(
@@ -329,6 +342,7 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
                     "side_by_side": 1,
                     "explore": True,
                     "against_random": True,
+                    **({"worker": 1} if builders.shared else {}),
                 },
                 reads=names,
                 evaluate_every=settings.evaluates_every,
@@ -363,22 +377,24 @@ def plan(settings: MarlTraining, serve: Callable[[Models], ServedModels] | None 
 
 
 def _views(
-    settings: MarlTraining,
+    settings: MarlTraining, place: Place, shared: bool
 ) -> tuple[dict[str, str], dict[str, MarlTraining], dict[str, AgentView]]:
-    """Return each agent's group; and of each group its settings, and what its agents observe and do."""
+    """Return each agent's group; and of each group its settings, and what its agents observe and do.
+
+    Raises:
+        EnvironmentUnusable: the environment cannot be created, or has unsupported spaces. ConfigError: see `plan`.
+    """
+    world = kept_world(settings.env, settings.world_settings, place=place, shared=shared).env
     try:
-        world = make_world(settings.env, settings.world_settings)
-        try:
-            if not getattr(world, "possible_agents", None):
-                raise ConfigError(f"{settings.env} does not say its possible_agents, and each needs a policy")
-            check_names(settings.env, world.possible_agents)
-            groups = _groups(settings, list(world.possible_agents))
-            of_group = {name: settings.of(name.split("+")) for name in groups.values()}
-            known = views_of(world, {agent: of_group[name].n_stack for agent, name in groups.items()})
-        finally:
+        if not getattr(world, "possible_agents", None):
+            raise ConfigError(f"{settings.env} does not say its possible_agents, and each needs a policy")
+        check_names(settings.env, world.possible_agents)
+        groups = _groups(settings, list(world.possible_agents))
+        of_group = {name: settings.of(name.split("+")) for name in groups.values()}
+        known = views_of(world, {agent: of_group[name].n_stack for agent, name in groups.items()})
+    finally:
+        if not shared:
             world.close()
-    except EnvironmentUnusable as error:
-        raise ConfigError(str(error)) from error
     views: dict[str, AgentView] = {}
     for agent, name in groups.items():
         if views.setdefault(name, known[agent]).spec != known[agent].spec:

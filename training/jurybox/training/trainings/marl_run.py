@@ -12,6 +12,7 @@ from typing import Unpack
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.report import page
 from jurybox.training.report.page import Part, Section, Table
+from jurybox.training.roles.hosted import builders
 from jurybox.training.runtime.plan import Kind, Outcome, Plan, RoleSpec
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.serving import served_models
@@ -41,7 +42,9 @@ def train(
         if settings.policy == "served":
             log, http = folder / "server.log", settings.server_http
             serve = lambda models: resources.enter_context(served_models(models, settings.server, log, http=http))  # noqa: E731
-        planned = plan(settings, serve)
+        serial, launcher = bool(options.get("serial")), options.get("launcher")
+        built = builders(settings.build_once, settings.n_envs, folder / "logs", launcher, serial=serial)
+        planned = plan(settings, serve, builders=resources.enter_context(built))
         return recorded_run(
             planned,
             folder,

@@ -1,0 +1,232 @@
+"""Environments that a run builds once: in this process, or each worker's in a process of its own.
+
+`Builders` is a training's end: it looks at the environments and checks them before there is a plan, and says how roles
+get them. `Hosted` is a role's end.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jurybox.processes import spawn, thread_limits
+from jurybox.training.environments.adapter import Array, Moved, Waiting
+from jurybox.training.environments.making import Place
+from jurybox.training.environments.stock import stocked
+from jurybox.training.runtime.launching import Launcher, Local, status_of
+from jurybox.training.runtime.plan import ConfigError, RunError, load
+
+HOST = "jurybox.training.roles.environment_host"
+_ADAPTER = f"{__name__}:Hosted"
+_START_SECONDS, _END_SECONDS = 60.0, 30.0
+_LOOK_SECONDS = 0.2
+
+
+class HostGone(RunError):
+    """The process with a worker's environments has ended."""
+
+
+class _Asked:
+    """A connection to the process that has a worker's environments."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        end = socket.socket(socket.AF_UNIX)
+        try:
+            end.connect(address)
+        except OSError as error:
+            end.close()
+            raise self._gone() from error
+        self._connection = Connection(end.detach())
+
+    def ask(self, kind: str, what: Any, *given: Any, alive: Callable[[], None] | None = None) -> Any:
+        """Send a request and return the answer; raises what the request raised. `alive` is called meanwhile."""
+        try:
+            self._connection.send((kind, what, given))
+            while alive is not None and not self._connection.poll(_LOOK_SECONDS):
+                alive()
+            done, found = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if not done:
+            raise found
+        return found
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _gone(self) -> HostGone:
+        return HostGone(
+            f"the process with these environments has ended ({self._address}): what it said last is in the run's "
+            "folder, logs/environments-*.log"
+        )
+
+
+class Hosted:
+    """The environments of a worker, which another process has, as an `Adapter`.
+
+    Args:
+        n: how many of them.
+        adapter, arguments: "package.module:callable" that makes the adapter there, and its arguments.
+        addresses: folder with the workers' sockets.
+        places: of the environments.
+
+    Raises:
+        HostGone: that process has ended; any method.
+    """
+
+    shared = True
+
+    def __init__(
+        self, n: int, adapter: str, arguments: Mapping[str, Any], addresses: str, places: Sequence[Place]
+    ) -> None:
+        self.n = n
+        self._asked = _Asked(_address(addresses, places[0].worker_index))
+        made = self._asked.ask("make", load(adapter), {"n": n, "places": list(places), **arguments})
+        self.name, self.bound, self.agents = made["name"], made["bound"], made["agents"]
+
+    def hold(self, alive: Callable[[], None]) -> list[int]:
+        """Take the environments for a turn, see `adapter.Lent`."""
+        found: list[int] = self._asked.ask("do", "hold", alive=alive)
+        return found
+
+    def release(self) -> None:
+        """Let others have them."""
+        self._asked.ask("do", "release")
+
+    def begin(self, environment: int, seed: int) -> None:
+        """Begin an episode."""
+        self._asked.ask("do", "begin", environment, seed)
+
+    def waiting(self) -> Waiting:
+        """Return the agent whose turn it is."""
+        found: Waiting = self._asked.ask("do", "waiting")
+        return found
+
+    def step(self, actions: Array) -> Moved:
+        """Let that agent act."""
+        found: Moved = self._asked.ask("do", "step", actions)
+        return found
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what `restore` needs; None: some environment cannot be saved."""
+        found: dict[str, Any] | None = self._asked.ask("do", "state")
+        return found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self._asked.ask("do", "restore", state)
+
+    def close(self) -> None:
+        """Leave the environments to the others."""
+        self._asked.close()
+
+
+class Builders:
+    """How a training gets its environments; this one builds them wherever they are needed.
+
+    Attributes:
+        shared: whether each is built once.
+    """
+
+    shared = False
+
+    def call(self, look: Callable[..., Any], *given: Any) -> Any:
+        """Call a function of a module where the first worker's environments are; raises what it raises."""
+        return look(*given)
+
+    def adapter(self, adapter: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the adapter and the arguments that roles are to use."""
+        return adapter, dict(arguments)
+
+    @property
+    def place(self) -> Place:
+        """The place of the environment that is looked at."""
+        return Place(1, 0) if self.shared else Place()
+
+
+class _Here(Builders):
+    """All environments are in this process."""
+
+    shared = True
+
+    def adapter(self, adapter: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        return adapter, {**arguments, "shared": True}
+
+
+class _Away(Builders):
+    """Each worker's environments are in a process of their own."""
+
+    shared = True
+
+    def __init__(self, workers: int, logs: Path, resources: ExitStack) -> None:
+        # Not in the run's folder: the path of a socket has 107 characters at most.
+        self._folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="jurybox-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        for worker in range(1, workers + 1):
+            resources.enter_context(_host(_address(self._folder, worker), logs / f"environments-{worker}.log"))
+        self._asked = _Asked(_address(self._folder, 1))
+        resources.callback(self._asked.close)
+
+    def call(self, look: Callable[..., Any], *given: Any) -> Any:
+        return self._asked.ask("call", look, *given)
+
+    def adapter(self, adapter: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        there = {"adapter": adapter, "arguments": {**arguments, "shared": True}}
+        return _ADAPTER, {**there, "addresses": self._folder}
+
+
+@contextmanager
+def builders(
+    once: bool, workers: int, logs: Path, launcher: Launcher | None = None, *, serial: bool
+) -> Iterator[Builders]:
+    """Return how a training gets its environments until the end of the ``with`` block.
+
+    Args:
+        once: whether each is built once.
+        workers: actors that have some.
+        logs: folder for what the environments print.
+        launcher: of the run; None: this machine.
+        serial: whether the run is in this process.
+
+    Raises:
+        ConfigError: the run is on other machines, where none can be built once.
+    """
+    with ExitStack() as resources:
+        if not once:
+            yield Builders()
+        elif launcher is not None and not isinstance(launcher, Local):
+            raise ConfigError("build_once with --launcher ray: expected a run on this machine; leave one of them out")
+        elif serial:
+            resources.enter_context(stocked())
+            yield _Here()
+        else:
+            yield _Away(workers, logs, resources)
+
+
+@contextmanager
+def _host(address: str, log: Path) -> Iterator[None]:
+    with log.open("ab") as file:
+        process, control_pipe = spawn(HOST, environment=thread_limits(1), output=file.fileno())
+    try:
+        try:
+            control_pipe.send("configure", path=sys.path, address=address)
+            started = control_pipe.receive(_START_SECONDS) is not None
+        except (EOFError, OSError):
+            started = False
+        if not started:
+            raise HostGone(f"the process for environments has not started within {_START_SECONDS:g} s (log: {log})")
+        yield
+    finally:
+        control_pipe.close()
+        status_of(process, _END_SECONDS)
+
+
+def _address(folder: str, worker: int) -> str:
+    return str(Path(folder) / str(worker))
