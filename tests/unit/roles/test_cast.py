@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_agents_that_act_together_are_asked_for_at_once_and_act_in_turn() -> Non
 def test_an_evaluation_has_numbers_of_each_suite_and_of_all_from_the_newest_policys_side() -> None:
     adapter, _, players, found = cast(2)
     evaluator = EnvEvaluator.__new__(EnvEvaluator)
-    evaluator.context, evaluator._bound = SimpleNamespace(alive=lambda: None), None
+    evaluator.context, evaluator._bound = SimpleNamespace(alive=lambda: None, resetting=nullcontext), None
     evaluator._adapter, evaluator._players, evaluator._cast = adapter, players, found
     evaluator._explores, evaluator._against_random, evaluator._random_play = False, False, []
     evaluator._seeds = [20, 30, 40]

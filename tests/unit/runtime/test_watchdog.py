@@ -14,7 +14,7 @@ from jurybox.training.runtime.watchdog import examine
 
 SECOND = 10**9
 NOW = 1000 * SECOND
-PLAN = plan(actors=2, timeouts=Timeouts(actor=10, learner=20, start=30, stall=60))
+PLAN = plan(actors=2, timeouts=Timeouts(actor=10, learner=20, start=30, stall=60, reset=100))
 ACTOR, OTHER, LEARNER = 0, 1, 2
 
 
@@ -46,6 +46,24 @@ def test_a_role_without_a_sign_of_life_hangs(scoreboard):
 
 def test_a_learner_has_more_time_than_an_actor(scoreboard):
     scoreboard.words[LEARNER][Word.HEARTBEAT] = NOW - 11 * SECOND
+    assert examine(PLAN, scoreboard, NOW) is None
+
+
+def test_a_reset_has_a_time_out_of_its_own(scoreboard):
+    scoreboard.words[OTHER][Word.HEARTBEAT] = NOW - 95 * SECOND
+    scoreboard.words[OTHER][Word.RESETS_SINCE] = NOW - 95 * SECOND
+    assert examine(PLAN, scoreboard, NOW) is None
+    scoreboard.words[OTHER][Word.RESETS_SINCE] = NOW - 101 * SECOND
+    found = examine(PLAN, scoreboard, NOW)
+    assert found.role == OTHER
+    assert "actor-1 has been resetting an environment for 101 s; at most 100 s" in found.text
+    assert examine(PLAN, scoreboard, NOW, since=NOW - 50 * SECOND) is None, "all processes were stopped"
+
+
+def test_nobody_is_blamed_for_a_wait_on_who_resets_an_environment(scoreboard):
+    let_wait(scoreboard, LEARNER, Subject.STEPS, 90)
+    assert examine(PLAN, scoreboard, NOW) is not None
+    scoreboard.words[OTHER][Word.RESETS_SINCE] = NOW - 90 * SECOND
     assert examine(PLAN, scoreboard, NOW) is None
 
 

@@ -57,7 +57,7 @@ class HockeyTraining(ServedSettings):
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
-        *("server", "server_http"),
+        *("server", "server_http", "reset_timeout"),
         *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
     )
@@ -146,6 +146,7 @@ class HockeyTraining(ServedSettings):
     matrix_games: int = Field(20, ge=0, description="Games per pair in the win matrix of the report; 0: no matrix.")
     film_games: int = Field(2, ge=0, description="Games in the animation of the report; 0: none.")
     checkpoint_every: int = Field(1_000_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
+    reset_timeout: float = Field(600.0, gt=0, description="Seconds that a reset of a game, or building it, may take.")
     log_every: int = Field(20_000, ge=1, description="Env steps between two rows of metrics.")
     on_failure: Literal["end", "serial"] = Field("end", description="What to do when a process has failed too often.")
 

@@ -32,6 +32,7 @@ from jurybox.training.runtime.plan import (
     Plan,
     ReplaySpec,
     RoleSpec,
+    Timeouts,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.serving import ServedModels
@@ -177,6 +178,7 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
         ),
         channels=(ChannelSpec(CHANNEL, layout),),
         pace=settings.pace,
+        timeouts=Timeouts().with_resets(settings.reset_timeout),
         budget=Budget(
             settings.steps,
             settings.seconds,

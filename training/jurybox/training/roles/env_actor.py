@@ -224,7 +224,8 @@ class EnvActor(Actor):
             for agent in task.players:
                 split.recorders[agent].check_others()
         seed = int(self._random.integers(2**31))
-        split.adapter.begin(number, seed)
+        with self.context.resetting():
+            split.adapter.begin(number, seed)
         split.cast.begin(number, seed, task.players)
         if self._exploration is not None:
             self._exploration.begin(split.numbers[number], self._random)

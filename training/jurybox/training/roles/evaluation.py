@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ def play_episodes(
     begins: Callable[[int], None] = lambda episode: None,
     ended: Callable[[Episode], None] = lambda episode: None,
     alive: Callable[[], None] = lambda: None,
+    resetting: Callable[[], AbstractContextManager[None]] = nullcontext,
     most: int | None = None,
     of: Sequence[str] | None = None,
 ) -> list[Episode]:
@@ -60,7 +62,7 @@ def play_episodes(
     Args:
         choose: actions (n, ...) for the agent that waits.
         begins: called with an episode's number before it begins. ended: called with each that ended.
-        alive: called after every step.
+        alive: called after every step. resetting: what resets are within.
         most: steps after which an episode counts as endless; None: it may take as many as it likes.
         of: agents whose mean return is an episode's; None: all.
 
@@ -74,7 +76,8 @@ def play_episodes(
     found: dict[int, Episode] = {}
     for number, episode in playing.items():
         begins(episode)
-        adapter.begin(number, seeds[episode])
+        with resetting():
+            adapter.begin(number, seeds[episode])
     while playing:
         moved = adapter.step(choose(adapter.waiting()))
         numbers, episodes = list(playing), list(playing.values())
@@ -92,7 +95,8 @@ def play_episodes(
             if episode + n < count:
                 playing[number] = episode + n
                 begins(episode + n)
-                adapter.begin(number, seeds[episode + n])
+                with resetting():
+                    adapter.begin(number, seeds[episode + n])
         if most is not None and playing and (taken := int(lengths[list(playing.values())].max())) >= most:
             raise ContractBroken(f"an episode of {adapter.name} has not ended after {taken:,} steps: {adapter.bound}")
         alive()
@@ -194,8 +198,8 @@ class EnvEvaluator(Evaluator):
 
         most = max(_ENDLESS, self._bound or 0)
         of = [agent for agent in self._adapter.agents if suite.players.get(agent, NEWEST) == NEWEST]
-        alive = self.context.alive
-        return play_episodes(self._adapter, self._seeds, choose, begins=begins, alive=alive, most=most, of=of)
+        told: dict[str, Any] = {"begins": begins, "alive": self.context.alive, "resetting": self.context.resetting}
+        return play_episodes(self._adapter, self._seeds, choose, most=most, of=of, **told)
 
     def _chosen(self, waiting: Waiting) -> Array:
         algorithm, asked = self._players[waiting.agent].algorithm, self._cast.ask(waiting)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, Literal
 
@@ -186,6 +186,7 @@ class Timeouts:
 
     Attributes:
         start: of a process, until its role is made (imports included).
+        reset: of one reset of an environment; time in it counts as nothing else.
         actor, learner, evaluator: time without a heartbeat after which a running role counts as hung and is restarted.
         stall: time that one role may wait for another before the watchdog looks for the cause.
         save: for a checkpoint. stop: for an orderly end of the roles.
@@ -198,12 +199,21 @@ class Timeouts:
     actor: float = 30.0
     learner: float = 60.0
     evaluator: float = 600.0
+    reset: float = 600.0
     stall: float = 60.0
     save: float = 60.0
     stop: float = 10.0
     settled: float = 30.0
     failures: int = 5
     back_off: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+    def with_resets(self, seconds: float) -> Timeouts:
+        """Return these for environments of which a reset may take so many seconds, and being built no less.
+
+        Example:
+            Timeouts().with_resets(900.0).start == 900.0
+        """
+        return replace(self, reset=seconds, start=max(self.start, seconds), save=max(self.save, seconds))
 
     def of(self, kind: Kind) -> float:
         """The time-out for signs of life of a role of this kind."""

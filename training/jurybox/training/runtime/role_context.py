@@ -12,7 +12,8 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ Message = dict[str, Any]
 _POLL_SECONDS = 0.001
 _REST_SECONDS = 0.01  # between two looks while waiting at rest: a thousand looks a second take some percent of a core
 _REPORT_SECONDS = 0.5
+_LONG_RESET_NS = 1_000_000_000  # after which others may have begun to wait
 _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
 
@@ -263,7 +265,7 @@ class RoleContext:
         self._mark = self._busy_from = time.monotonic_ns()
         self.words[Word.READY_AT] = self._mark
         self.words[Word.WAITS_FOR] = Subject.NOTHING
-        self.words[Word.DONE] = self.words[Word.UNREADY] = 0
+        self.words[Word.DONE] = self.words[Word.UNREADY] = self.words[Word.RESETS_SINCE] = 0
         self.enter(State.RUNNING)
 
     def enter(self, state: State) -> None:
@@ -277,6 +279,20 @@ class RoleContext:
         self.words[Word.BUSY] += now - self._mark
         self.words[Word.HEARTBEAT] = now
         self._mark = now
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """Within this ``with`` block an environment is reset: nobody counts the time as silence, or as waiting for it.
+
+        It has a time-out of its own, `Timeouts.reset`.
+        """
+        self.words[Word.RESETS_SINCE] = began = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.words[Word.RESETS_SINCE] = 0
+            if time.monotonic_ns() - began > _LONG_RESET_NS:
+                self.rests()
 
     def rests(self) -> None:
         """Send a heartbeat while somebody else does what this role would; nobody counts as waiting for it."""

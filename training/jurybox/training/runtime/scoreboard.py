@@ -56,6 +56,7 @@ class Word(IntEnum):
     DONE = 19  # 1 + the environment steps of a run that collects no more, from all of which this learner has learned
     MOVED_AT = 20  # when its steps last became more, or its last evaluation ended
     UNREADY = 21  # 1: steps of this learner are due, and it waits for more rows
+    RESETS_SINCE = 22  # when the reset of an environment began that is going on; 0: none is
 
 
 PROGRESS = (Word.ENV_STEPS, Word.LEARNER_STEPS, Word.EVALUATED_AT)

@@ -250,6 +250,9 @@ class EnvironmentSettings(ServedSettings):
         description="Build each environment once, for its check, the training and evaluations, which break off an "
         "episode of the first worker; for a simulator on a fixed port.",
     )
+    reset_timeout: float = Field(
+        600.0, gt=0, description="Seconds that a reset of an environment, or building it, may take."
+    )
 
 
 def flat_names(values: Mapping[str, Any]) -> list[str]:

@@ -45,6 +45,14 @@ def examine(plan: Plan, scoreboard: RunScoreboard, now: int, since: int = 0) -> 
                 return Alarm(
                     number, f"{role.name} has been starting for {took:.0f} s; at most {timeouts.start:g} s are given"
                 )
+        elif state is State.RUNNING and words[Word.RESETS_SINCE]:
+            took = (now - max(words[Word.RESETS_SINCE], since)) / 1e9
+            if took > timeouts.reset:
+                return Alarm(
+                    number,
+                    f"{role.name} has been resetting an environment for {took:.0f} s; at most {timeouts.reset:g} s are "
+                    "given (reset_timeout)",
+                )
         elif state is State.RUNNING:
             silent = (now - max(words[Word.HEARTBEAT], since)) / 1e9
             if silent > timeouts.of(role.kind):
@@ -98,9 +106,8 @@ def _blame(plan: Plan, scoreboard: RunScoreboard, number: int, now: int, since: 
         if not candidates:
             culprit = chain[-1]
             break
-        away = [each for each in candidates if scoreboard.words[each][Word.STATE] in (State.STARTING, State.ABSENT)]
-        if away:
-            return None  # it is being restarted, and has its own time for that
+        if any(_has_its_time(scoreboard, each) for each in candidates):
+            return None
         provider = next((each for each in candidates if scoreboard.waits_for(each)[0] in AT_REST), candidates[0])
         if scoreboard.waits_for(provider)[0] in AT_REST:
             if (now - max(scoreboard.words[provider][Word.MOVED_AT], since)) / 1e9 < plan.timeouts.stall:
@@ -115,6 +122,12 @@ def _blame(plan: Plan, scoreboard: RunScoreboard, number: int, now: int, since: 
         chain.append(provider)
     waits = "; ".join(_describe_wait(plan, scoreboard, each, now) for each in chain)
     return Alarm(culprit, f"nothing moves: {waits}; {plan.roles[culprit].name} is restarted")
+
+
+def _has_its_time(scoreboard: RunScoreboard, number: int) -> bool:
+    """Whether a role is being restarted, or resets an environment, for which there are time-outs of their own."""
+    words = scoreboard.words[number]
+    return words[Word.STATE] in (State.STARTING, State.ABSENT) or bool(words[Word.RESETS_SINCE])
 
 
 def _describe_wait(plan: Plan, scoreboard: RunScoreboard, number: int, now: int) -> str:

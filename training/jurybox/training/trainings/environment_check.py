@@ -32,7 +32,7 @@ from jurybox.training.spaces import AgentSpec, ContractBroken, Stepped, StrangeO
 
 _AGAIN = 20  # steps that are made twice with one seed
 _SLOW = 5.0  # seconds of a reset that are worth a word
-_SLOW_RESET = "one of more than 300 s counts as hanging in a training"
+_SLOW_RESET = "one of more than reset_timeout (600 s) counts as hanging in a training"
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 Kind = Literal["wrong", "note"]

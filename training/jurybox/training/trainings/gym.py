@@ -47,7 +47,7 @@ from jurybox.training.runtime.plan import (
     Timeouts,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
-from jurybox.training.runtime.settings import EnvironmentSettings, ServedSettings
+from jurybox.training.runtime.settings import EnvironmentSettings
 from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY, ActionSpec, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
@@ -65,7 +65,7 @@ _ROLES = "jurybox.training.roles"
 _FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"  # of built-in algorithms; servers allow it
 _OWN_FACTORY = "jurybox.training.algorithms.served:policy"
 _EVALUATOR_NICE = 10
-# Seconds without a heartbeat: a step or a reset of any environment is shorter, such as one that starts a simulator.
+# Seconds without a heartbeat: a step of any environment is shorter.
 _ACTOR_TIMEOUT, _EVALUATOR_TIMEOUT = 300.0, 600.0
 _ROWS, _MOST_BYTES = 1_000_000, 2**31  # a replay if `buffer_size` is not set: rows, and its maximum size
 _LAG = 10  # publications by which a served policy may be behind its learner, with off-policy algorithms
@@ -88,7 +88,7 @@ class GymTraining(EnvironmentSettings):
     title = "gym"
     may_change = (
         *("steps", "seconds", "policy", "server", "server_http", "device", "compile", "max_ahead", "publish_interval"),
-        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
+        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every", "reset_timeout"),
     )
 
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
@@ -429,7 +429,7 @@ def plan(
         channels=(ChannelSpec(NAME, WeightsLayout.of(acting.state_dict())),),
         pace=pace,
         budget=Budget(settings.steps, settings.seconds),
-        timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT),
+        timeouts=Timeouts(actor=_ACTOR_TIMEOUT, evaluator=_EVALUATOR_TIMEOUT).with_resets(settings.reset_timeout),
         seed=settings.seed,
         save_every=max(10_000, settings.steps // 10)
         if settings.checkpoint_every is None

@@ -365,7 +365,9 @@ def plan(
         pace=settings.pace,
         budget=Budget(settings.steps, settings.seconds),
         # The low `settled` lets a role that is killed every few seconds be restarted any number of times.
-        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0),
+        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout, settled=5.0).with_resets(
+            settings.reset_timeout
+        ),
         seed=settings.seed,
         max_lag=settings.max_lag,
         save_every=max(1000, settings.steps // 20) if settings.checkpoint_every is None else settings.checkpoint_every,
