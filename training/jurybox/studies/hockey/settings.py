@@ -57,7 +57,7 @@ class HockeyTraining(ServedSettings):
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
-        *("server", "server_http", "reset_timeout"),
+        *("server", "server_http", "reset_timeout", "check_steps"),
         *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
     )
@@ -147,6 +147,7 @@ class HockeyTraining(ServedSettings):
     film_games: int = Field(2, ge=0, description="Games in the animation of the report; 0: none.")
     checkpoint_every: int = Field(1_000_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
     reset_timeout: float = Field(600.0, gt=0, description="Seconds that a reset of a game, or building it, may take.")
+    check_steps: int = Field(20, ge=0, description="Random steps that check a game before the training; 0: none.")
     log_every: int = Field(20_000, ge=1, description="Env steps between two rows of metrics.")
     on_failure: Literal["end", "serial"] = Field("end", description="What to do when a process has failed too often.")
 

@@ -22,6 +22,7 @@ from jurybox.training.algorithms.registry import make
 from jurybox.training.policies import Acts, Description
 from jurybox.training.replay import Episodes
 from jurybox.training.roles.curriculum import columns as result_columns
+from jurybox.training.roles.hosted import Builders
 from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import (
     Budget,
@@ -280,6 +281,7 @@ def train(
             else:
                 served = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
         planned = plan(settings, folder, served, engine)
+        Builders().check(planned, settings.check_steps)
         return recorded_run(
             planned,
             folder,

@@ -17,10 +17,12 @@ from typing import Any
 
 from jurybox.processes import spawn, thread_limits
 from jurybox.training.environments.adapter import Array, Moved, Waiting
-from jurybox.training.environments.making import Place
-from jurybox.training.environments.stock import stocked
+from jurybox.training.environments.making import EnvironmentUnusable, Place
+from jurybox.training.environments.stock import Stock, stocked
+from jurybox.training.roles.checking import play_at_random
 from jurybox.training.runtime.launching import Launcher, Local, status_of
-from jurybox.training.runtime.plan import ConfigError, RunError, load
+from jurybox.training.runtime.plan import ConfigError, Kind, Plan, RunError, load
+from jurybox.training.spaces import AgentSpec
 
 HOST = "jurybox.training.roles.environment_host"
 _ADAPTER = f"{__name__}:Hosted"
@@ -131,11 +133,18 @@ class Hosted:
 class Builders:
     """How a training gets its environments; this one builds them wherever they are needed.
 
+    Args:
+        looked_at: keeps the environment that is looked at and checked before the run; None: each look builds one.
+
     Attributes:
         shared: whether each is built once.
+        keeps: whether looks find the environment in a stock.
     """
 
     shared = False
+
+    def __init__(self, looked_at: Stock | None = None) -> None:
+        self._looked_at, self.keeps = looked_at, looked_at is not None
 
     def call(self, look: Callable[..., Any], *given: Any) -> Any:
         """Call a function of a module where the first worker's environments are; raises what it raises."""
@@ -144,6 +153,36 @@ class Builders:
     def adapter(self, adapter: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the adapter and the arguments that roles are to use."""
         return adapter, dict(arguments)
+
+    def check(self, planned: Plan, steps: int) -> None:
+        """Play the environments of a plan at random; then what was built for looks alone is closed.
+
+        Args:
+            planned: of actors that are `env_actor.EnvActor`.
+            steps: how many; 0: none.
+
+        Raises:
+            ConfigError: no training can be in them; the message says what came and what was expected.
+        """
+        played = planned.roles[planned.of_kind(Kind.ACTOR)[0]].settings
+        specs = {name: AgentSpec.of(each["spec"]).action for name, each in played["algorithms"].items()}
+        actions = {agent: specs[name] for agent, name in played["policies"].items()}
+        adapter, arguments = played["adapter"], played["arguments"]
+        if adapter == _ADAPTER:
+            adapter, arguments = arguments["adapter"], arguments["arguments"]
+        if self.keeps:
+            arguments = {**arguments, "shared": True}
+        try:
+            if steps:
+                self.call(play_at_random, adapter, arguments, self.place, actions, steps, planned.seed)
+        except EnvironmentUnusable as error:
+            name = arguments.get("env") or "the environment"
+            raise ConfigError(
+                f"{name} cannot be trained in: {error}. It was played at random before the training, at most "
+                f"{steps} steps (check_steps); `jurybox check env` looks further"
+            ) from error
+        if self._looked_at is not None:
+            self._looked_at.close()
 
     @property
     def place(self) -> Place:
@@ -156,6 +195,10 @@ class _Here(Builders):
 
     shared = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps = True
+
     def adapter(self, adapter: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return adapter, {**arguments, "shared": True}
 
@@ -166,6 +209,8 @@ class _Away(Builders):
     shared = True
 
     def __init__(self, workers: int, logs: Path, resources: ExitStack) -> None:
+        super().__init__()
+        self.keeps = True
         # Not in the run's folder: the path of a socket has 107 characters at most.
         self._folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="jurybox-"))
         logs.mkdir(parents=True, exist_ok=True)
@@ -200,7 +245,7 @@ def builders(
     """
     with ExitStack() as resources:
         if not once:
-            yield Builders()
+            yield Builders(resources.enter_context(stocked()))
         elif launcher is not None and not isinstance(launcher, Local):
             raise ConfigError("build_once with --launcher ray: expected a run on this machine; leave one of them out")
         elif serial:

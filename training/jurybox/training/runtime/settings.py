@@ -253,6 +253,9 @@ class EnvironmentSettings(ServedSettings):
     reset_timeout: float = Field(
         600.0, gt=0, description="Seconds that a reset of an environment, or building it, may take."
     )
+    check_steps: int = Field(
+        20, ge=0, description="Random steps that check an environment before the training; 0: none."
+    )
 
 
 def flat_names(values: Mapping[str, Any]) -> list[str]:

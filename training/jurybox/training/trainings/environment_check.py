@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from jurybox.training.environments.gymnasium_env import (
     Observations,
     make_environment,
 )
+from jurybox.training.roles.checking import place_of
 from jurybox.training.spaces import AgentSpec, ContractBroken, Stepped, StrangeObservation, begun, stepped
 
 _AGAIN = 20  # steps that are made twice with one seed
@@ -100,7 +100,7 @@ def check(
     except (EnvironmentUnusable, ContractBroken, StrangeObservation) as error:
         found.remarks.append(("wrong", str(error)))
     except (Exception, SystemExit) as error:  # noqa: BLE001  of the environment: what it raises is the finding
-        found.remarks.append(("wrong", f"it raised {type(error).__name__}: {error} ({_place(error)})"))
+        found.remarks.append(("wrong", f"it raised {type(error).__name__}: {error} ({place_of(error)})"))
     _look_around(found, changed, threads, children)
     return found
 
@@ -272,9 +272,3 @@ def _shares(first: Any, second: Any) -> bool:
     if isinstance(first, tuple) and isinstance(second, tuple):
         return any(map(_shares, first, second))
     return False
-
-
-def _place(error: BaseException) -> str:
-    """Return the last line of code that an exception passed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "no line of Python"

@@ -88,7 +88,15 @@ class GymTraining(EnvironmentSettings):
     title = "gym"
     may_change = (
         *("steps", "seconds", "policy", "server", "server_http", "device", "compile", "max_ahead", "publish_interval"),
-        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every", "reset_timeout"),
+        *(
+            "max_lag",
+            "evaluate_every",
+            "evaluation_episodes",
+            "checkpoint_every",
+            "log_every",
+            "reset_timeout",
+            "check_steps",
+        ),
     )
 
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
@@ -284,7 +292,7 @@ def spaces_of(settings: GymTraining, builders: Builders | None = None) -> tuple[
     """
     builders = builders or Builders()
     of = settings.env, settings.env_args, settings.max_episode_steps
-    looks = partial(look, shared=builders.shared, **settings.preprocessing)
+    looks = partial(look, shared=builders.keeps, **settings.preprocessing)
     try:
         seen, action, called = builders.call(looks, builders.place, *of)
     except EnvironmentUnusable as error:
@@ -533,8 +541,10 @@ def train(
             }
             log, http = folder / "server.log", settings.server_http
             served = resources.enter_context(served_models({MODEL: model}, settings.server, log, http=http))
+        planned = plan(settings, served, builders=built, spaces=spaces)
+        built.check(planned, settings.check_steps)
         return recorded_run(
-            plan(settings, served, builders=built, spaces=spaces),
+            planned,
             folder,
             columns(settings),
             settings,

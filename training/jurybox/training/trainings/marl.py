@@ -283,7 +283,7 @@ def plan(
     """
     builders = builders or Builders()
     try:
-        groups, of_group, views = builders.call(_views, settings, builders.place, builders.shared)
+        groups, of_group, views = builders.call(_views, settings, builders.place, builders.keeps)
     except EnvironmentUnusable as error:
         raise ConfigError(str(error)) from error
     settings.refuse_unused([name.split("+") for name in of_group])

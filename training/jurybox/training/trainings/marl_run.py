@@ -44,7 +44,9 @@ def train(
             serve = lambda models: resources.enter_context(served_models(models, settings.server, log, http=http))  # noqa: E731
         serial, launcher = bool(options.get("serial")), options.get("launcher")
         built = builders(settings.build_once, settings.n_envs, folder / "logs", launcher, serial=serial)
-        planned = plan(settings, serve, builders=resources.enter_context(built))
+        how = resources.enter_context(built)
+        planned = plan(settings, serve, builders=how)
+        how.check(planned, settings.check_steps)
         return recorded_run(
             planned,
             folder,
