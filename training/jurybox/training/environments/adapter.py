@@ -44,6 +44,7 @@ class Result(NamedTuple):
         rows: (n, ...) what it observes now, as a replay holds it.
         infos: of each environment.
         mask: bool (n, actions), of what it may choose now; None: the policy takes no masks.
+        acted: bool (n,), whether an action was taken there; where not, there is no row. None: everywhere.
         score: float64 (n,), what returns are reported of, where that is not the reward that is learned from; else None.
     """
 
@@ -55,6 +56,7 @@ class Result(NamedTuple):
     infos: Sequence[Mapping[str, Any]]
     mask: Array | None = None
     score: npt.NDArray[np.float64] | None = None
+    acted: npt.NDArray[np.bool_] | None = None
 
 
 class Moved(NamedTuple):

@@ -466,7 +466,7 @@ def played_environment(
     return make_environment(name, given, max_episode_steps, **preprocessing)
 
 
-def _foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Call a method of an environment, in its own defaults of torch.
 
     Raises:
@@ -541,7 +541,7 @@ class GymEnvs:
     def begin(self, environment: int, seed: int) -> None:
         """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
         self._kept[environment].user = self
-        observation, info = begun(_foreign(self.envs[environment].reset, seed=seed))
+        observation, info = begun(foreign(self.envs[environment].reset, seed=seed))
         self._observe(environment, observation, info)
         self._running[environment] = True
 
@@ -557,7 +557,7 @@ class GymEnvs:
         for number in running:
             action = self.to_env(actions[number])
             observation, reward[number], terminated[number], truncated[number], infos[number] = stepped(
-                _foreign(self.envs[number].step, action)
+                foreign(self.envs[number].step, action)
             )
             self._observe(number, observation, infos[number], ended=bool(terminated[number] or truncated[number]))
         ended = terminated | truncated
@@ -577,14 +577,14 @@ class GymEnvs:
         """Return the states of the environments; None: one of them cannot be saved, see `can_be_saved`."""
         if not all(map(can_be_saved, self.envs)) or (self.shared and self.hold(lambda: None)):
             return None
-        states = [_foreign(getattr(env, "episode_state")) for env in self.envs]  # noqa: B009 (Gymnasium's class has none)
+        states = [foreign(getattr(env, "episode_state")) for env in self.envs]  # noqa: B009 (Gymnasium's class has none)
         return {"envs": states, "inputs": self._inputs, "rows": self._rows, "running": self._running}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         for one, saved in zip(self._kept, state["envs"], strict=True):
             one.user = self
-            _foreign(getattr(one.env, "restore_episode"), saved)  # noqa: B009
+            foreign(getattr(one.env, "restore_episode"), saved)  # noqa: B009
         for name, array in self._inputs.items():
             array[...] = state["inputs"][name]
         self._rows[...], self._running[...] = state["rows"], state["running"]
@@ -600,4 +600,4 @@ class GymEnvs:
         self._rows[number] = self._observations.packed(found)
         if self._masks is not None:
             env, spec = self.envs[number], self._spec
-            self._masks[number] = _foreign(action_mask, env, info, spec.size, spec.counts, ended=ended)
+            self._masks[number] = foreign(action_mask, env, info, spec.size, spec.counts, ended=ended)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jurybox.protocol.errors import missing_name
@@ -55,13 +56,19 @@ def wanted(factory: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str,
     }
 
 
-def made_by(factory: Callable[..., Any], arguments: Mapping[str, Any], place: Place) -> Any:
+def made_by(
+    factory: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    place: Place,
+    offered: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """Call a factory, with its place if its signature names ``worker_index`` or ``vector_index``.
 
     Args:
-        arguments: of the user's; they come before the place's.
+        arguments: of the user's; they come before the others.
+        offered: further ones that it gets if it names them.
     """
-    return factory(**{**wanted(factory, place.keywords), **arguments})
+    return factory(**{**wanted(factory, {**place.keywords, **offered}), **arguments})
 
 
 def make(
@@ -71,6 +78,7 @@ def make(
     expected: str,
     registered: Callable[[], Any] | None = None,
     registry: Collection[str] = (),
+    offered: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Make what "module:factory" makes, whatever it is.
 
@@ -80,6 +88,7 @@ def make(
         expected: what `name` may be, for messages.
         registered: makes what the name is registered for; None: nothing is registered.
         registry: names that are.
+        offered: see `made_by`.
 
     Raises:
         EnvironmentUnusable: there is no such factory, or it failed.
@@ -92,7 +101,7 @@ def make(
         if factory is None and not known:
             raise EnvironmentUnusable(f"{name!r} cannot be made: {missing_name(found, attribute)}")
         if callable(factory) or registered is None:
-            return made_by(factory, arguments, place)
+            return made_by(factory, arguments, place, offered)
         return registered()
     except EnvironmentUnusable:
         raise

@@ -110,11 +110,11 @@ class EnvActor(Actor):
         first, begun = context.number * n * len(found), context.incarnation << _STEP_BITS
         self._splits = []
         for split, (numbers, one) in enumerate(zip(dealt, made, strict=True)):
-            recorders = {}
+            recorders, single = {}, getattr(one, "leaves_out", False)
             for place, (agent, player) in enumerate(found.items()):
                 replay = context.replay(policies[agent]) if recorded is None or agent in recorded else None
                 episodes, discount = first + place * n + np.array(numbers), (discounts or {}).get(policies[agent])
-                recorders[agent] = _Recorder(player, replay, episodes, begun, discount)
+                recorders[agent] = _Recorder(player, replay, episodes, begun, discount, single=single)
             self._splits.append(_Split(one, numbers, recorders, Cast(one, found, split), self._at_random))
         self._lent = [each for each in made if isinstance(each, Lent) and each.shared]
         if self._lent and len(made) > 1:
@@ -159,7 +159,7 @@ class EnvActor(Actor):
             split.recorders[result.agent].add(result)
             split.infos[:] = result.infos
         if moved.steps:
-            split.lengths += 1
+            split.lengths += 1 if (acted := moved.results[0].acted if moved.results else None) is None else acted
         for number in moved.over:
             self._report(split, number, moved)
             self._begin(split, number)
@@ -407,6 +407,7 @@ class _Recorder:
         numbers: of the agent's episodes in each environment.
         begun: number of the first step.
         discount: of the returns that are recorded; None: none are.
+        single: whether a step may leave out some environments, see `Result.acted`.
 
     Attributes:
         t: number of each environment's next row.
@@ -414,10 +415,17 @@ class _Recorder:
     """
 
     def __init__(
-        self, player: Player, replay: Replay | None, numbers: Array, begun: int, discount: float | None
+        self,
+        player: Player,
+        replay: Replay | None,
+        numbers: Array,
+        begun: int,
+        discount: float | None,
+        *,
+        single: bool = False,
     ) -> None:
         self.player, self._numbers = player, numbers
-        self._rows = None if replay is None else _Rows(replay, len(numbers))
+        self._rows = None if replay is None else _Rows(replay, len(numbers), single=single)
         self._discount, self._discounted = discount, np.zeros(len(numbers))
         self.t = np.full(len(numbers), begun, np.int64)
         self.totals = np.zeros(len(numbers))
@@ -477,7 +485,7 @@ class _Recorder:
                 row[DISCOUNTED] = self._discounted.astype(np.float32)
             if self.player.algorithm.on_policy:
                 row |= {"next_observation": result.rows, "ended": ended, "environment": self._numbers, "t": self.t}
-            self._rows.add(row)
+            self._rows.add(row, result.acted)
             self.t += 1
             self._goes_on = ~ended
             if any_ended and not self.player.algorithm.on_policy:
@@ -497,27 +505,31 @@ class _Recorder:
 class _Rows:
     """The rows of `n` environments: all in the replay's ring, or those of chosen episodes in its anchor."""
 
-    def __init__(self, replay: Replay, n: int) -> None:
-        self._group = replay.streams(n) if len(replay.parts) == 1 else None
+    def __init__(self, replay: Replay, n: int, *, single: bool = False) -> None:
+        self._anchors = len(replay.parts) > 1
+        self._group = None if self._anchors or single else replay.streams(n)
         self._ring: list[Streams] = []
         if self._group is None:
-            self._ring, self._anchor = [replay.stream() for _ in range(n)], [replay.anchor for _ in range(n)]
-            self._kept = replay.parts[1]
+            self._ring = [replay.stream() for _ in range(n)]
+        if self._anchors:
+            self._anchor, self._kept = [replay.anchor for _ in range(n)], replay.parts[1]
         self._now = list(self._ring)
 
     def begin(self, number: int, *, anchor: bool) -> None:
-        if self._group is None:
+        if self._anchors:
             # An episode that fills the anchor is cut off there: its last rows have no successors, so no window goes
             # past them.
             room = anchor and self._kept.ring.size < self._kept.capacity
             self._now[number] = (self._anchor if room else self._ring)[number]
 
-    def add(self, row: Mapping[str, Array]) -> None:
+    def add(self, row: Mapping[str, Array], acted: Array | None = None) -> None:
+        """Add a row of each environment, or of those that acted."""
         if self._group is not None:
             self._group.add(**row)
             return
         for number, stream in enumerate(self._now):
-            stream.add(**{name: values[number] for name, values in row.items()})
+            if acted is None or acted[number]:
+                stream.add(**{name: values[number] for name, values in row.items()})
 
     def end(self, number: int, **final: Any) -> None:
         if self._group is not None:

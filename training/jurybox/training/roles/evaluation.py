@@ -85,7 +85,8 @@ def play_episodes(
             scores = result.reward if result.score is None else result.score
             totals[result.agent][episodes] += scores[numbers]
         if moved.steps:
-            lengths[episodes] += 1
+            acted = moved.results[0].acted if moved.results else None
+            lengths[episodes] += 1 if acted is None else acted[numbers]
         for number in moved.over:
             episode = playing.pop(number)
             each = {agent: float(total[episode]) for agent, total in totals.items()}

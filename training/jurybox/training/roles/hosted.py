@@ -17,7 +17,7 @@ from typing import Any
 
 from jurybox.processes import spawn, thread_limits
 from jurybox.training.environments.adapter import Array, Moved, Waiting
-from jurybox.training.environments.making import EnvironmentUnusable, Place
+from jurybox.training.environments.making import EnvironmentUnusable, Place, wanted
 from jurybox.training.environments.stock import Stock, stocked
 from jurybox.training.roles.checking import play_at_random
 from jurybox.training.runtime.launching import Launcher, Local, status_of
@@ -171,7 +171,7 @@ class Builders:
         if adapter == _ADAPTER:
             adapter, arguments = arguments["adapter"], arguments["arguments"]
         if self.keeps:
-            arguments = {**arguments, "shared": True}
+            arguments = {**arguments, **wanted(load(adapter), {"shared": True})}
         try:
             if steps:
                 self.call(play_at_random, adapter, arguments, self.place, actions, steps, planned.seed)

@@ -31,6 +31,7 @@ from jurybox.training.environments.gymnasium_env import (
     kept_environment,
 )
 from jurybox.training.environments.making import Place
+from jurybox.training.environments.vector_env import make_vector
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as Column
 from jurybox.training.roles.hosted import Builders, builders
@@ -61,6 +62,9 @@ NAME = "policy"  # of the policy: of its replay and its channel
 MODEL = "policy/gym"
 
 _ADAPTER = "jurybox.training.environments.gymnasium_env:GymEnvs"
+_VECTOR = "jurybox.training.environments.vector_env:VectorEnvs"
+_PLAYED = "jurybox.training.environments.gymnasium_env:played_environment"
+_PLAYED_VECTOR = "jurybox.training.environments.vector_env:OneOfVector"
 _ROLES = "jurybox.training.roles"
 _FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"  # of built-in algorithms; servers allow it
 _OWN_FACTORY = "jurybox.training.algorithms.served:policy"
@@ -102,6 +106,9 @@ class GymTraining(EnvironmentSettings):
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
     env_args: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     max_episode_steps: int | None = Field(None, ge=1, description="Truncate episodes after this many steps.")
+    vector: bool = Field(
+        False, description="The environment is a gymnasium.vector.VectorEnv, of all environments of a worker."
+    )
     grayscale: bool = Field(False, description="Observe pictures without their colours.")
     resize: tuple[int, int] | None = Field(None, description="Height and width of pictures; none: as they are.")
     n_stack: int = Field(1, ge=1, description="Newest observations that are observed together.")
@@ -230,6 +237,10 @@ class GymTraining(EnvironmentSettings):
     def unused(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and why."""
         unused = {**super().unused(), **self.own.unused()}
+        if self.vector:
+            wraps = "vector is true: let the factory wrap its environments"
+            unused |= dict.fromkeys(("max_episode_steps", "grayscale", "resize", "n_stack"), wraps)
+            unused["build_once"] = "vector is true: each process has a vector environment of its own"
         if self.device != "cpu":
             unused["compile"] = "only updates on the CPU are compiled"
         if self.policy == "local":
@@ -281,6 +292,21 @@ def look(place: Place, *of: Any, shared: bool, **preprocessing: Any) -> tuple[Se
             env.close()
 
 
+def look_at_vector(name: str, arguments: Mapping[str, Any], n: int) -> tuple[Seen, ActionSpec, str]:
+    """Return the same of a vector environment of which each worker has n environments. Raises EnvironmentUnusable."""
+    env = make_vector(name, arguments, 1)
+    try:
+        if env.num_envs not in (1, n):
+            raise EnvironmentUnusable(
+                f"{name!r} always makes {env.num_envs} environments, and each worker is to have {n}: expected "
+                f"envs = {env.num_envs} for each of the workers, or a factory with a parameter num_envs"
+            )
+        space = env.single_action_space
+        return Observations(env.single_observation_space).seen, Actions(space).spec, str(space)
+    finally:
+        env.close()
+
+
 def spaces_of(settings: GymTraining, builders: Builders | None = None) -> tuple[Seen, AgentSpec]:
     """Return the format of observations' rows, and what a policy of the settings' environment gets and chooses.
 
@@ -291,10 +317,13 @@ def spaces_of(settings: GymTraining, builders: Builders | None = None) -> tuple[
         ConfigError: the environment cannot be created, or the algorithm does not support its spaces.
     """
     builders = builders or Builders()
-    of = settings.env, settings.env_args, settings.max_episode_steps
-    looks = partial(look, shared=builders.keeps, **settings.preprocessing)
     try:
-        seen, action, called = builders.call(looks, builders.place, *of)
+        if settings.vector:
+            seen, action, called = look_at_vector(settings.env, settings.env_args, settings.envs_per_worker)
+        else:
+            looks = partial(look, shared=builders.keeps, **settings.preprocessing)
+            of = settings.env, settings.env_args, settings.max_episode_steps
+            seen, action, called = builders.call(looks, builders.place, *of)
     except EnvironmentUnusable as error:
         raise ConfigError(str(error)) from error
     if settings.normalize_observations and not seen.numbers:
@@ -375,9 +404,11 @@ def plan(
     if on_policy and pace.train_freq < 2:
         raise ConfigError("n_steps=1 of one environment is no rollout: expected two steps or more")
     values = settings.model_dump(mode="json")
-    arguments = {name: values[name] for name in ("env", "env_args", "max_episode_steps")} | settings.preprocessing
+    arguments = {name: values[name] for name in ("env", "env_args")}
+    if not settings.vector:
+        arguments |= {"max_episode_steps": values["max_episode_steps"], **settings.preprocessing}
     arguments |= {"clips": algorithm.chooses[1] == "clip", "masked": spec.masked}
-    adapter, arguments = builders.adapter(_ADAPTER, arguments)
+    adapter, arguments = builders.adapter(_VECTOR if settings.vector else _ADAPTER, arguments)
     played = {
         "adapter": adapter,
         "arguments": arguments,
@@ -456,12 +487,11 @@ def description(settings: GymTraining, made_of: Mapping[str, Any]) -> dict[str, 
     return Description(
         "gym",
         {NAME: acts_of(factory_of(settings), made_of, NAME)},
-        "jurybox.training.environments.gymnasium_env:played_environment",
+        _PLAYED_VECTOR if settings.vector else _PLAYED,
         {
             "name": settings.env,
             "arguments": settings.env_args,
-            "max_episode_steps": settings.max_episode_steps,
-            **settings.preprocessing,
+            **({} if settings.vector else {"max_episode_steps": settings.max_episode_steps, **settings.preprocessing}),
         },
         settings.model_dump(mode="json"),
         settings.seed,
