@@ -75,7 +75,7 @@ _ARGUMENT_MODULES = (*_ENVIRONMENTS, "jurybox.server.jurors")
 _METADATA = "jurybox-policy"
 
 Array = npt.NDArray[Any]
-Choose = Literal["box", "tanh", "clip", "best", "draw"]
+Choose = Literal["box", "tanh", "clip", "best", "draw", "both"]
 _NUMBERED = ("best", "draw")  # their actions are integers
 
 
@@ -96,11 +96,14 @@ class Acts:
         choose: "box": clip the output to [-1, 1] and scale it to `low` to `high`; "tanh": the same with its hyperbolic
             tangent; "clip": clip the output to `low` to `high`; "best": the index of its largest element plus `first`;
             "draw": an index drawn from its softmax with torch's generator, plus `first`, for policies whose performance
-            depends on their randomness, for example in a multi-agent environment.
+            depends on their randomness, for example in a multi-agent environment; "both": "best" of the output, and
+            "clip" of the output "mean" beside it.
         low, high: bounds of the environment's actions, flattened; None where there is none.
         first: see `choose`.
         counts, starts: of an action of several choices: the number of elements that each has in the output, side by
             side, and the environment's number of its first. The action has an index, plus its start, for each.
+        parts: of an action that is a Dict or Tuple: the fields of `spaces.ActionPart` of each. The action is a tensor
+            for each, in this order.
         own_arguments: arguments of the environment's factory for this policy only, such as its role in a multi-agent
             environment. The factory then also receives `partners`, the description's policies by name.
     """
@@ -115,11 +118,19 @@ class Acts:
     first: int = 0
     counts: Sequence[int] = ()
     starts: Sequence[int] = ()
+    parts: Sequence[Mapping[str, Any]] = ()
     own_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of each tensor of an action, by its name; "action" if it is no Dict or Tuple."""
+        if self.parts:
+            return {part["name"]: (part["dtype"], tuple(part["shape"])) for part in self.parts}
+        return {"action": ("int64" if self.choose in _NUMBERED else "float32", self.shape)}
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of an action."""
+        """Shape of an action that is one tensor."""
         if self.choose in _NUMBERED:
             return (len(self.counts),) if self.counts else ()
         return (len(self.low),)
@@ -173,7 +184,8 @@ class Acting(nn.Module):
 
     It takes the network's inputs by position, and of a recurrent one the memory (n, numbers) after them, zeros where an
     episode begins. Actions are int64 (n,) for "best" and "draw", (n, choices) of several choices, else float32
-    (n, ...); a recurrent one returns them with the memory of the next step.
+    (n, ...); of a Dict or Tuple they are a tuple, a tensor for each part, in its dtype. A recurrent one returns them
+    with the memory of the next step, in one tuple.
     """
 
     def __init__(self, served: ServedModel, acts: Acts) -> None:
@@ -181,6 +193,8 @@ class Acting(nn.Module):
         self.network, self._remembers = served.module, bool(served.state)
         self._output, self._place = acts.output, list(served.outputs).index(acts.output)
         self._choose, self._first, self._counts = acts.choose, acts.first, tuple(acts.counts)
+        self._numbers = list(served.outputs).index("mean") if acts.choose == "both" else 0
+        self._parts = [dict(part) for part in acts.parts]
         self.register_buffer("starts", torch.tensor(acts.starts, dtype=torch.int64), persistent=False)
         for name, bounds, none in (("low", acts.low, -math.inf), ("high", acts.high, math.inf)):
             numbers = [none if bound is None else bound for bound in bounds]
@@ -190,16 +204,43 @@ class Acting(nn.Module):
     high: Tensor
     starts: Tensor
 
-    def forward(self, *observation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, *observation: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Compute the actions of n observations."""
-        found: Any = self.network(*observation)
-        return (self._actions(found), found[-1]) if self._remembers else self._actions(found)
+        outputs: Any = self.network(*observation)
+        actions = self._actions(outputs)
+        if not self._remembers:
+            return actions
+        return (*actions, outputs[-1]) if isinstance(actions, tuple) else (actions, outputs[-1])
 
-    def _actions(self, found: Any) -> Tensor:
-        if isinstance(found, Mapping):
-            found = found[self._output]
-        elif isinstance(found, tuple):
-            found = found[self._place]
+    def _actions(self, outputs: Any) -> Tensor | tuple[Tensor, ...]:
+        found, numbers = outputs, outputs
+        if isinstance(outputs, Mapping):
+            found, numbers = outputs[self._output], outputs.get("mean")
+        elif isinstance(outputs, tuple):
+            found, numbers = outputs[self._place], outputs[self._numbers]
+        if not self._parts:
+            return self._chosen(found)
+        if self._choose == "both":
+            choices = side_by_side(found, self._counts).argmax(-1) + self.starts
+            return self._divided(choices, torch.minimum(torch.maximum(numbers, self.low), self.high))
+        whole = self._chosen(found)
+        return self._divided(whole, whole)
+
+    def _divided(self, choices: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
+        """Return a tensor for each part of the action, of all choices and all numbers."""
+        parts, choice, number = [], 0, 0
+        for part in self._parts:
+            dtype = getattr(torch, part["dtype"])
+            if part["choices"]:
+                found = choices[:, choice : choice + part["choices"]]
+            else:
+                found = numbers[:, number : number + part["numbers"]]
+                found = found if dtype.is_floating_point else found.round()
+            choice, number = choice + part["choices"], number + part["numbers"]
+            parts.append(found.reshape(found.shape[0], *part["shape"]).to(dtype))
+        return tuple(parts)
+
+    def _chosen(self, found: Tensor) -> Tensor:
         if self._choose in _NUMBERED:
             if self._counts:
                 found = side_by_side(found, self._counts)
@@ -335,7 +376,7 @@ class Environment(Protocol):
 
 
 class Policy:
-    """A loaded policy. Calling it maps observations (n, ...) to an array of actions (n, ...).
+    """A loaded policy. Calling it maps observations (n, ...) to an array of actions (n, ...), or to several by name.
 
     Observations are as the environment gives them: one array, or several by the names of the `inputs`. One that is
     `recurrent` remembers the episodes of n environments: call `begin` before their first step.
@@ -369,8 +410,12 @@ class Policy:
         self._memory: Tensor | None = None
         self.fps = 30.0  # the environment's frames per second; known once it has been created
 
-    def __call__(self, observations: Array | Mapping[str, Array]) -> Array:
-        """Compute the actions of n observations. Raises PolicyError: they are not what the inputs are."""
+    def __call__(self, observations: Array | Mapping[str, Array]) -> Any:
+        """Compute the actions of n observations, of a Dict or Tuple the parts by name.
+
+        Raises:
+            PolicyError: the observations are not what the inputs are.
+        """
         given = observations if isinstance(observations, Mapping) else {next(iter(self.inputs)): observations}
         if given.keys() != self.inputs.keys():
             raise PolicyError(f"this policy takes {', '.join(self.inputs)}: got {', '.join(map(str, given))}")
@@ -384,15 +429,20 @@ class Policy:
         tensors = [torch.from_numpy(np.ascontiguousarray(each)) for each in rows]
         with torch.inference_mode():
             if not self.recurrent:
-                actions: Tensor = self.module(*tensors)
-                return actions.numpy()
+                return self._named(self.module(*tensors))
             if self._memory is None or len(self._memory) != len(rows[0]):
                 begun_for = "it has not been called" if self._memory is None else f"that was for {len(self._memory)}"
                 raise PolicyError(
                     f"this policy remembers its episodes: call begin({len(rows[0])}) before the first step of so many "
                     f"environments, {begun_for}"
                 )
-            actions, self._memory = self.module(*tensors, self._memory)
+            *actions, self._memory = self.module(*tensors, self._memory)
+        return self._named(tuple(actions) if self.found.acts.parts else actions[0])
+
+    def _named(self, actions: Any) -> Any:
+        """Return actions as an array, or of a Dict or Tuple the arrays of its parts by name."""
+        if isinstance(actions, tuple):
+            return {name: part.numpy() for name, part in zip(self.found.acts.tensors, actions, strict=True)}
         return actions.numpy()
 
     @property
@@ -415,19 +465,22 @@ class Policy:
                 memory = torch.where(torch.from_numpy(np.asarray(ended, np.bool_))[:, None], memory, self._memory)
             self._memory = memory
 
-    def act(self, observation: Any, mask: Array | None = None) -> Array:
-        """Compute the action for one observation of the environment. Raises PolicyError: it is not what it takes.
+    def act(self, observation: Any, mask: Array | None = None) -> Any:
+        """Compute the action for one observation of the environment; `spaces.as_action` makes it the environment's.
 
         Args:
             mask: of the actions that may be chosen, of a policy with the input "action_mask" (see
                 `spaces.action_mask`).
+
+        Raises:
+            PolicyError: the observation is not what it takes.
         """
         alone = len(self.inputs) == 1 and not isinstance(observation, Mapping | tuple)
         parts = {next(iter(self.inputs)): observation} if alone else named(observation)
         if mask is not None:
             parts[MASK] = mask
-        action: Array = self({name: np.asarray(parts[name])[None] for name in self.inputs if name in parts})[0]
-        return action
+        found = self({name: np.asarray(parts[name])[None] for name in self.inputs if name in parts})
+        return {name: part[0] for name, part in found.items()} if isinstance(found, Mapping) else found[0]
 
     def mask(self, environment: Any, info: Mapping[str, Any]) -> Array | None:
         """Return the mask of actions that this policy takes with the next observation; None: it takes none."""
@@ -556,10 +609,10 @@ def play(
     with drawn, policy.environment(changes, render=frame is not None) as environment:
         one = _OneEnvironment(environment, policy.mask)
 
-        def chosen(waiting: Waiting) -> Array:
+        def chosen(waiting: Waiting) -> Any:
             if frame is not None:
                 frame(_picture(environment))
-            return policy.act(waiting.observation, one.mask)[None]
+            return [policy.act(waiting.observation, one.mask)]
 
         def over(episode: Episode) -> None:
             if frame is not None:
@@ -701,8 +754,12 @@ def _card(policy: Policy, run: Path, program: Path, weights: Path) -> str:
     inputs = ", ".join(
         f"`{name}` {spec.dtype} ({', '.join(map(str, ('n', *spec.shape)))})" for name, spec in given.items()
     )
-    shape = ", ".join(map(str, ("n", *acts.shape))) + "," * (not acts.shape)
-    action = f"int64 ({shape})" if acts.choose in _NUMBERED else f"float32 ({shape}), {_bounds_text(acts)}"
+    each = []
+    for name, (dtype, shape) in acts.tensors.items():
+        text = ", ".join(map(str, ("n", *shape))) + "," * (not shape)
+        each.append(f"`{name}` {dtype} ({text})" if acts.parts else f"{dtype} ({text})")
+    bounds = "" if acts.choose in _NUMBERED else f", {_bounds_text(acts)}"
+    action = ", ".join(each) + bounds
     if policy.recurrent:
         action += f", and the next `{MEMORY}`, which is zeros where an episode begins"
     scores = (_json(run / SCORES) if (run / SCORES).is_file() else {}).get(policy.digest, [])
@@ -747,7 +804,6 @@ def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, 
     """Export a policy to `folder`, write the configuration of a server for it, and return the configuration's path."""
     export(policy, folder / "policy.pt2", run)
     acts = policy.found.acts
-    action = {"dtype": "int64" if acts.choose in _NUMBERED else "float32", "shape": list(acts.shape)}
     lines = [
         "[server]",
         *(f"{key} = {json.dumps(value)}" for key, value in server.items()),
@@ -759,7 +815,12 @@ def served_config(policy: Policy, folder: Path, run: Path, server: Mapping[str, 
             for name, spec in policy.inputs.items()
         ),
         f'[models."{name}".outputs]',
-        f'action = {{dtype = "{action["dtype"]}", shape = {action["shape"]}}}',
+        *(
+            f'{json.dumps(name)} = {{dtype = "{dtype}", shape = {list(shape)}}}'
+            if acts.parts
+            else f'{name} = {{dtype = "{dtype}", shape = {list(shape)}}}'
+            for name, (dtype, shape) in acts.tensors.items()
+        ),
         *([f'[models."{name}".state]'] if policy.recurrent else []),
         *(
             f'{json.dumps(key)} = {{dtype = "{spec.dtype}", shape = {list(spec.shape)}}}'

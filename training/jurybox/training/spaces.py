@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "Stepped", "StrangeObservation", "action_mask", "as_action",
-    "begun", "check_finite", "converted", "grouped", "named", "number", "places", "stepped",
+    "ActionPart", "ActionSpec", "AgentSpec", "ContractBroken", "Leaf", "Stepped", "StrangeObservation", "action_mask",
+    "as_action", "begun", "check_finite", "composed", "converted", "grouped", "named", "number", "places", "stepped",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -126,17 +126,37 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class ActionPart:
+    """One part of an action that is a Dict or a Tuple.
+
+    Attributes:
+        name: of its path of keys and numbers, as of an observation's parts.
+        shape, dtype: as the environment takes it.
+        choices, numbers: how many choices or numbers it has; one of them is 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    choices: int = 0
+    numbers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ActionSpec:
-    """What a policy chooses: one of some actions, several such choices at once (`counts`), or numbers.
+    """What a policy chooses: one of some actions, several such choices at once (`counts`), numbers, or both at once.
+
+    An action of both (`mixed`) is float32: the choices, as whole numbers, then the numbers.
 
     Attributes:
         discrete: one of `size` actions.
-        size: number of actions, of the actions of all choices together, or of numbers.
+        size: number of actions, of the actions of all choices together, or else of numbers.
         start: the environment's number of the first action.
         low, high: bounds of the numbers, flat, in the environment's unit; infinite where there is none.
         counts: of several choices: how many actions each has; a bit has two. A network has an output for each, those of
             the choices side by side.
         starts: the environment's number of the first action of each choice.
+        parts: of an environment's action that is a Dict or a Tuple, in its order.
     """
 
     discrete: bool
@@ -146,6 +166,7 @@ class ActionSpec:
     high: tuple[float, ...] = ()
     counts: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    parts: tuple[ActionPart, ...] = ()
 
     @classmethod
     def choices(cls, counts: Sequence[int], starts: Sequence[int]) -> ActionSpec:
@@ -155,11 +176,18 @@ class ActionSpec:
     @property
     def chosen(self) -> bool:
         """Whether it is one of some actions, or several such choices: whole numbers."""
-        return self.discrete or bool(self.counts)
+        return self.discrete or (bool(self.counts) and not self.low)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it is choices and numbers at once."""
+        return bool(self.counts) and bool(self.low)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of an action: (), (choices,) or (numbers,)."""
+        if self.mixed:
+            return (len(self.counts) + len(self.low),)
         return () if self.discrete else (len(self.counts) or self.size,)
 
     @property
@@ -168,12 +196,16 @@ class ActionSpec:
         return "int64" if self.chosen else "float32"
 
     def best(self, values: Array) -> Array:
-        """Return the action with the largest value (n, size) in each row; of several choices (n, choices)."""
+        """Return the action with the largest value (n, size) in each row; of several choices, or both, (n, choices)."""
         found: Array = (grouped(values, self.counts) if self.counts else values).argmax(-1)
         return found
 
     def sample(self, rng: np.random.Generator, n: int, mask: Array | None = None) -> Array:
         """Draw actions evenly, (n, *shape), of those that a mask (n, size) allows; numbers in [-1, 1]."""
+        if self.mixed:
+            choices = replace(self, low=(), high=()).sample(rng, n, mask)
+            numbers = rng.uniform(-1, 1, (n, len(self.low)))
+            return np.concatenate((choices, numbers), 1).astype(np.float32)
         if mask is not None:
             return self.best(np.where(mask, rng.random(mask.shape), -1.0))
         if self.counts:
@@ -230,6 +262,8 @@ class AgentSpec:
             action[name] = tuple(map(float, action[name]))
         for name in ("counts", "starts"):
             action[name] = tuple(action.get(name, ()))
+        parts = ({**part, "shape": tuple(part["shape"])} for part in action.get("parts", ()))
+        action["parts"] = tuple(ActionPart(**part) for part in parts)
         inputs = tuple(map(Leaf.of, document["inputs"]))
         return cls(inputs, ActionSpec(**action), document["normalize"], document["clip"], document["masked"])
 
@@ -470,8 +504,20 @@ def flag(value: Any, what: str) -> bool:
     return bool(given)
 
 
-def as_action(action: Array, space: Any) -> Any:
-    """Convert an action to the environment's shape and dtype."""
+def composed(space: Any, parts: Mapping[str, Any], path: tuple[Any, ...] = ()) -> Any:
+    """Return the parts of an action, by the names of their paths, as the Dict or Tuple that the space is."""
+    inner = getattr(space, "spaces", None)
+    if isinstance(inner, Mapping):
+        return {key: composed(each, parts, (*path, key)) for key, each in inner.items()}
+    if inner is not None:
+        return tuple(composed(each, parts, (*path, number)) for number, each in enumerate(inner))
+    return parts[name_of(path)]
+
+
+def as_action(action: Array | Mapping[str, Array], space: Any) -> Any:
+    """Convert an action to the environment's shape and dtype; of a Dict or Tuple from its parts by name."""
+    if isinstance(action, Mapping):
+        return composed(space, action)
     if not action.ndim:
         return int(action)
     shape, dtype = getattr(space, "shape", action.shape), np.dtype(getattr(space, "dtype", action.dtype))

@@ -58,7 +58,7 @@ Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Floats = npt.NDArray[np.float32]
 Batch = Mapping[str, "torch.Tensor"]
-Choose = Literal["best", "box", "tanh", "clip"]
+Choose = Literal["best", "box", "tanh", "clip", "both"]
 
 
 class AlgorithmUnusable(ValueError):
@@ -288,7 +288,7 @@ class Algorithm(ABC):
         self._compiled: dict[str, compiling.CompiledStep] = {}
         if spec.masked and not self.masks:
             raise AlgorithmUnusable("it has no masks of actions: set action_masks = false, or take ppo, dqn or iqn")
-        if spec.masked and not spec.action.chosen:
+        if spec.masked and not (spec.action.chosen or spec.action.mixed):
             raise AlgorithmUnusable("masks are of actions to choose from, and these are numbers: action_masks = false")
         self.check()
 
@@ -337,6 +337,8 @@ class Algorithm(ABC):
         name, how = self.chooses
         if how == "best":
             return self.spec.action.best(outputs[name])
+        if how == "both":
+            return np.concatenate((self.spec.action.best(outputs[name]), outputs["mean"]), 1).astype(np.float32)
         return np.tanh(outputs[name]) if how == "tanh" else outputs[name]
 
     def exploration(self, progress: Progress) -> Mapping[str, float]:
@@ -428,7 +430,8 @@ class Algorithm(ABC):
     def check_bounded(self) -> None:
         """Raise AlgorithmUnusable unless actions are numbers with finite bounds."""
         if self.spec.action.counts:
-            raise AlgorithmUnusable("it gives numbers as actions, and these are several choices: take ppo")
+            these = "several choices and numbers" if self.spec.action.mixed else "several choices"
+            raise AlgorithmUnusable(f"it gives numbers as actions, and these are {these}: take ppo")
         if self.spec.action.discrete:
             raise AlgorithmUnusable("it gives numbers as actions, and these are one of some: take ppo or dqn")
         if not self.spec.action.bounded:

@@ -20,9 +20,9 @@ from jurybox.training.algorithms.torch_states import perceptron
 from jurybox.training.spaces import CLIP, Leaf, places
 
 __all__ = [
-    "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Given", "QValues", "QuantileValues",
-    "SeeingCritic", "SquashedGaussianActor", "TwinCritic", "chosen_log_prob", "masked", "normal_log_prob",
-    "side_by_side", "tanh_correction",
+    "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Given", "MixedActorCritic", "QValues",
+    "QuantileValues", "SeeingCritic", "SquashedGaussianActor", "TwinCritic", "chosen_log_prob", "masked",
+    "normal_log_prob", "side_by_side", "tanh_correction",
 ]  # fmt: skip
 
 HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -405,6 +405,37 @@ class GaussianActorCritic(ActorCritic):
         """Of actions that were taken: logarithms of their densities, entropies, values; (n,) each."""
         mean, log_std, value = outputs
         return normal_log_prob(actions, mean, log_std).sum(-1), (log_std + (HALF_LOG_2_PI + 0.5)).sum(-1), value
+
+
+class MixedActorCritic(ActorCritic):
+    """Of PPO with choices and numbers at once: rows to logits, mean, logarithm of the deviation, and value.
+
+    Args:
+        features, hidden, masked: see `ActorCritic`.
+        counts: actions of each choice.
+        numbers: how many.
+    """
+
+    def __init__(
+        self, features: Features, counts: tuple[int, ...], numbers: int, hidden: Sequence[int], *, masked: bool
+    ) -> None:
+        super().__init__(features, sum(counts) + numbers, hidden, counts, masked=masked)
+        self.log_std = nn.Parameter(torch.zeros(numbers))
+
+    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Logits (n, sum of counts), mean and logarithm of the deviation (n, numbers), value (n,)."""
+        parts, mask = parted(seen, self.masked)
+        found = self.features(*parts)
+        logits, mean = self.actor(found).split((sum(self.counts), len(self.log_std)), 1)
+        return allowed(logits, mask), mean, self.log_std + torch.zeros_like(mean), self.critic(found).squeeze(-1)
+
+    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of actions (n, choices + numbers): log-probability and log-density together, entropies, values; (n,) each."""
+        logits, mean, log_std, value = self(observation, mask) if self.masked else self(observation)
+        choices, numbers = actions[:, : len(self.counts)].long(), actions[:, len(self.counts) :]
+        chosen, entropy = chosen_log_prob(logits, choices, self.counts, mask)
+        drawn = normal_log_prob(numbers, mean, log_std).sum(-1)
+        return chosen + drawn, entropy + (log_std + (HALF_LOG_2_PI + 0.5)).sum(-1), value
 
 
 # ---- distributions of actions

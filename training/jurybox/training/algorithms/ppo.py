@@ -200,12 +200,17 @@ class PPO(Algorithm):
 
     @property
     def outputs(self) -> Mapping[str, tuple[int, ...]]:
-        size = (self.spec.action.size,)
+        size, action = (self.spec.action.size,), self.spec.action
+        if action.mixed:
+            numbers = (len(action.low),)
+            return {"logits": size, "mean": numbers, "log_std": numbers, "value": ()}
         chosen = {"logits": size} if self.spec.action.chosen else {"mean": size, "log_std": size}
         return {**chosen, "value": ()}
 
     @property
     def chooses(self) -> tuple[str, Choose]:
+        if self.spec.action.mixed:
+            return "logits", "both"
         return ("logits", "best") if self.spec.action.chosen else ("mean", "clip")
 
     @property
@@ -227,6 +232,9 @@ class PPO(Algorithm):
 
     def _heads(self, features: Features | Given) -> ActorCritic:
         action = self.spec.action
+        if action.mixed:
+            numbers, masked = len(action.low), self.spec.masked
+            return networks.MixedActorCritic(features, action.counts, numbers, self.rules.hidden, masked=masked)
         if action.chosen:
             masked = self.spec.masked
             return networks.ActorCritic(features, action.size, self.rules.hidden, action.counts, masked=masked)
@@ -234,7 +242,11 @@ class PPO(Algorithm):
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         spec = self.spec.action
-        if spec.counts:
+        if spec.mixed:
+            choices, chosen = draw_choices(outputs["logits"], spec.counts, rng)
+            numbers, drawn = draw_normal(outputs["mean"], outputs["log_std"], rng)
+            action, log_prob = np.concatenate((choices, numbers), 1).astype(np.float32), chosen + drawn
+        elif spec.counts:
             action, log_prob = draw_choices(outputs["logits"], spec.counts, rng)
         elif spec.discrete:
             action, log_prob = draw_categorical(outputs["logits"], rng)

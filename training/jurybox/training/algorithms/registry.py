@@ -106,14 +106,14 @@ def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
     for method, actions in (("explore", chosen), ("greedy", algorithm.greedy(outputs))):
         what = f"what {name}.{method} chooses"
         found = _expect(what, actions, (n, *action.shape), "iu" if action.chosen else "f")
-        if action.chosen and ((found < 0) | (found >= np.array(action.counts or action.size))).any():
+        if action.mixed:
+            found = found[:, : len(action.counts)]
+        if (action.chosen or action.mixed) and ((found < 0) | (found >= np.array(action.counts or action.size))).any():
             most = [count - 1 for count in action.counts] or action.size - 1
-            raise AlgorithmUnusable(f"{what} is {np.ravel(actions).tolist()}, expected 0 to {most}")
+            raise AlgorithmUnusable(f"{what} is {np.ravel(found).tolist()}, expected 0 to {most}")
         last = np.array(action.counts or action.size) - 1
         if algorithm.spec.masked and (found != last).any():
-            raise AlgorithmUnusable(
-                f"{what} is {np.ravel(actions).tolist()}, and the mask allows {last.tolist()} alone"
-            )
+            raise AlgorithmUnusable(f"{what} is {np.ravel(found).tolist()}, and the mask allows {last.tolist()} alone")
     if columns.keys() != algorithm.columns.keys():
         raise AlgorithmUnusable(
             f"{name}.explore returns the columns {list(columns)}, and `columns` names {list(algorithm.columns)}"

@@ -32,12 +32,14 @@ from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, P
 from jurybox.training.environments.stock import Kept, kept
 from jurybox.training.spaces import (
     MASK,
+    ActionPart,
     ActionSpec,
     ContractBroken,
     Leaf,
     StrangeObservation,
     action_mask,
     begun,
+    composed,
     name_of,
     stepped,
 )
@@ -398,11 +400,47 @@ def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[tuple[
             found.append((path, leaf))
 
 
+def _collect_actions(space: spaces.Space[Any], path: tuple[Any, ...], found: list[tuple[str, Actions]]) -> None:
+    if isinstance(space, spaces.Dict):
+        for name, part in space.spaces.items():
+            _collect_actions(part, (*path, name), found)
+    elif isinstance(space, spaces.Tuple):
+        for number, part in enumerate(space.spaces):
+            _collect_actions(part, (*path, number), found)
+    else:
+        found.append((name_of(path), Actions(space)))
+
+
+def _joined(space: spaces.Space[Any], leaves: Sequence[tuple[str, Actions]]) -> ActionSpec:
+    """What is chosen for all parts of a Dict or Tuple at once."""
+    counts: list[int] = []
+    starts: list[int] = []
+    bounds: tuple[list[float], list[float]] = ([], [])
+    parts = []
+    for name, leaf in leaves:
+        spec, own = leaf.spec, leaf.space
+        counts += spec.counts or ((spec.size,) if spec.discrete else ())
+        starts += spec.starts or ((spec.start,) if spec.discrete else ())
+        bounds[0].extend(spec.low)
+        bounds[1].extend(spec.high)
+        choices = len(spec.counts) + spec.discrete
+        parts.append(ActionPart(name, tuple(own.shape or ()), np.dtype(own.dtype).name, choices, len(spec.low)))
+    if not counts and not bounds[0]:
+        raise EnvironmentUnusable(f"the action space {space} is empty: there is nothing to choose")
+    if len({part.name for part in parts}) < len(parts):
+        raise EnvironmentUnusable(
+            f"two parts of the action space {space} would have the same name: rename one in a wrapper"
+        )
+    low, high = map(tuple, bounds)
+    size = sum(counts) if counts else len(low)
+    return ActionSpec(False, size, 0, low, high, tuple(counts), tuple(starts), tuple(parts))
+
+
 class Actions:
     """Converts a policy's actions to an environment's.
 
     Args:
-        space: Box, Discrete, MultiDiscrete or MultiBinary.
+        space: Box, Discrete, MultiDiscrete, MultiBinary, or Dict and Tuple of them at any depth.
 
     Raises:
         EnvironmentUnusable: it is another kind of space.
@@ -410,7 +448,11 @@ class Actions:
 
     def __init__(self, space: spaces.Space[Any]) -> None:
         self._space = space
-        if isinstance(space, spaces.Discrete):
+        self._leaves: list[tuple[str, Actions]] = []
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            _collect_actions(space, (), self._leaves)
+            self.spec = _joined(space, self._leaves)
+        elif isinstance(space, spaces.Discrete):
             self.spec = ActionSpec(True, int(space.n), int(space.start))
         elif isinstance(space, spaces.Box):
             self._low = space.low.astype(np.float64).ravel()
@@ -426,12 +468,19 @@ class Actions:
             self.spec = ActionSpec.choices([2] * bits, [0] * bits)
         else:
             raise EnvironmentUnusable(
-                f"the action space is {space}: expected Box, Discrete, MultiDiscrete or MultiBinary, which is what the "
-                "algorithms choose; make it one in a wrapper of the environment"
+                f"the action space is {space}: expected Box, Discrete, MultiDiscrete or MultiBinary, or Dict and Tuple "
+                "of them, which is what the algorithms choose; make it one in a wrapper of the environment"
             )
+
+    @property
+    def space(self) -> spaces.Space[Any]:
+        """The space."""
+        return self._space
 
     def chosen(self, action: Any) -> Any:
         """The environment's action for whole numbers from 0 on, or for numbers in [-1, 1] (Box): scaled."""
+        if self._leaves:
+            return self._composed(action, Actions.chosen)
         if self.spec.chosen:
             return self._numbered(action)
         half = 0.5 * (self._high - self._low)
@@ -439,7 +488,23 @@ class Actions:
 
     def clipped(self, action: Any) -> Any:
         """Return the action for numbers in the environment's own unit, clipped to the bounds."""
+        if self._leaves:
+            return self._composed(action, Actions.clipped)
         return self._numbered(action) if self.spec.chosen else self._box(np.asarray(action, np.float64))
+
+    def _composed(self, action: Any, convert: Callable[[Actions, Any], Any]) -> Any:
+        """The Dict or Tuple of an action: all choices come before all numbers."""
+        action, choice, number = np.asarray(action), 0, len(self.spec.counts)
+        parts = {}
+        for (name, leaf), part in zip(self._leaves, self.spec.parts, strict=True):
+            if part.choices:
+                found = action[choice : choice + part.choices].astype(np.int64)
+                found = found[0] if leaf.spec.discrete else found
+            else:
+                found = action[number : number + part.numbers]
+            choice, number = choice + part.choices, number + part.numbers
+            parts[name] = convert(leaf, found)
+        return composed(self._space, parts)
 
     def _numbered(self, action: Any) -> Any:
         if self.spec.discrete:

@@ -109,9 +109,10 @@ class AgentEnv(gymnasium.Env[Any, Any]):
 
     def _let_act(self, waiting: Waiting) -> Moved:
         if self._random:
-            action = self._world.views[waiting.agent].spec.action
-            return self._world.step(action.sample(self.np_random, 1, waiting.observation.get(MASK)))
-        action = self._choosing[waiting.agent](waiting.observation)[0]
+            spec = self._world.views[waiting.agent].spec.action
+            return self._world.step(spec.sample(self.np_random, 1, waiting.observation.get(MASK)))
+        found: Any = self._choosing[waiting.agent](waiting.observation)
+        action = {name: each[0] for name, each in found.items()} if isinstance(found, Mapping) else found[0]
         space = self._world.env.action_space(waiting.agent)
         return self._world.play(as_action(action, space))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Unpack
@@ -508,6 +509,7 @@ def acts_of(factory: str, made_of: Mapping[str, Any], channel: str) -> Acts:
     return Acts(
         factory, made_of, f"weights-{channel}.state", output, how,
         low=low, high=high, first=action.start, counts=action.counts, starts=action.starts,
+        parts=[asdict(part) for part in action.parts],
     )  # fmt: skip
 
 
