@@ -9,7 +9,8 @@ import torch
 from tests.integration.marl.test_marl_training import SMALL
 
 from jurybox.training.checkpoints import Checkpoints
-from jurybox.training.runtime.plan import ConfigError, Kind, Pace
+from jurybox.training.runtime import turns
+from jurybox.training.runtime.plan import ConfigError, Kind, Pace, PlanError
 from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.settings import changes_of
 from jurybox.training.runtime.shared_resources import SharedResources
@@ -54,7 +55,7 @@ def test_an_agent_learns_the_same_whatever_another_one_learns_with(tmp_path):
 def test_actors_wait_for_learners_by_the_pace_of_each():
     planned = plan(MarlTraining(**MIXED))
     ppo, dqn = planned.of_kind(Kind.LEARNER)
-    assert planned.pace_of(ppo) == Pace(20, 1, 0, 20) and planned.pace_of(dqn) == Pace(4, 1, 20, None)
+    assert planned.pace_of(ppo) == Pace(20, 1, 0, 20, 10.0) and planned.pace_of(dqn) == Pace(4, 1, 20, None)
     assert (
         planned.pace_of_policy("agent_1").learning_starts == 20
         and planned.pace_of_policy("agent_0").learning_starts == 0
@@ -70,6 +71,34 @@ def test_actors_wait_for_learners_by_the_pace_of_each():
         words[dqn][Word.LEARNER_STEPS] = 5
         assert rules.may_learn(ppo) and not rules.may_learn(dqn)
         assert not Rules(planned, shared.scoreboard, serial=True).may_collect()
+
+
+def test_a_learner_that_stands_still_is_waited_for_as_long_as_its_pace_has_patience(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
+    planned = plan(MarlTraining(**MIXED))
+    ppo, _ = planned.of_kind(Kind.LEARNER)
+    with SharedResources.create(planned) as shared:
+        words, rules = shared.scoreboard.words, Rules(planned, shared.scoreboard)
+        serial = Rules(planned, shared.scoreboard, serial=True)
+
+        def collects(at: float, env_steps: int) -> bool:
+            now[0], words[0][Word.ENV_STEPS] = at, env_steps
+            return rules.may_collect()
+
+        assert collects(100.0, 39), "no wait begins"
+        assert not collects(200.0, 40) and not collects(209.9, 40)
+        assert collects(210.1, 40) and collects(210.2, 500), "it made no step in ten seconds"
+        assert not serial.may_collect(), "in one process nobody else can go on"
+        words[ppo][Word.LEARNER_STEPS] = 1
+        assert not collects(211.0, 500) and not collects(220.9, 500), "it goes on, and is waited for again"
+        assert collects(221.1, 500)
+
+
+def test_a_limit_that_is_set_is_kept_whatever_a_learner_does():
+    assert plan(MarlTraining(algorithm="ppo", max_ahead=256)).pace.patience is None
+    with pytest.raises(PlanError, match="patience"):
+        Pace(max_ahead=None, patience=1.0)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn"])

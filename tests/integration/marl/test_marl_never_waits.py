@@ -1,4 +1,4 @@
-"""With max_ahead = "none" no learner holds up the actor, nor another learner, also with PPO."""
+"""No learner that stands still holds up the actor, nor another learner, also with PPO, whether it is set so or not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.trainings import marl
 from jurybox.training.trainings.marl import MarlTraining, plan
 
 N_STEPS = PPO["ppo"]["n_steps"]
@@ -33,10 +34,12 @@ def test_a_limit_is_the_default_with_ppo_and_can_be_taken_away_or_set():
 
 
 @pytest.mark.runs
-def test_while_one_learner_stands_still_the_actor_plays_and_the_other_learns(tmp_path):
+@pytest.mark.parametrize("ahead", ["auto", "none"])
+def test_while_one_learner_stands_still_the_actor_plays_and_the_other_learns(tmp_path, monkeypatch, ahead):
+    monkeypatch.setattr(marl, "_PATIENCE", 0.5)
     before, signals, metrics, seen = segments(), Signals(), Metrics(), {}
     own = {"steps": 10**9, "checkpoint_every": 0, "evaluate_every": 0, "learner_timeout": 600.0, "buffer_size": 100}
-    planned = plan(MarlTraining(**{**PPO, **own}, max_ahead="none"))
+    planned = plan(MarlTraining(**{**PPO, **own}, max_ahead=ahead))
     stopped, other = (
         [role.name for role in planned.roles].index(name) for name in ("learner-agent_1", "learner-agent_0")
     )

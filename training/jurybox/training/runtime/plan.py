@@ -131,6 +131,8 @@ class Pace:
         train_freq, gradient_steps: the ratio.
         learning_starts: environment steps before the first learner step.
         max_ahead: None: actors never wait for learners.
+        patience: seconds in which a learner that is waited for has to make a step; then actors go on without it until
+            it makes one. None: they wait for it.
         free: with max_ahead None, learners do not wait for actors either: after `learning_starts` they make steps as
             fast as they can, until the last environment step is made. Serially the ratio is kept.
     """
@@ -139,6 +141,7 @@ class Pace:
     gradient_steps: int = 1
     learning_starts: int = 0
     max_ahead: int | None = 1000
+    patience: float | None = None
     free: bool = False
 
     def __post_init__(self) -> None:
@@ -151,6 +154,8 @@ class Pace:
             raise PlanError(
                 f"expected train_freq and gradient_steps >= 1, learning_starts and max_ahead >= 0, got {self}"
             )
+        if self.patience is not None and (self.max_ahead is None or self.patience <= 0):
+            raise PlanError(f"expected a patience above 0, and max_ahead, for which actors wait, got {self}")
         if self.free and self.max_ahead is not None:
             raise PlanError(f"expected max_ahead=None in a free pace, where actors do not wait, got {self.max_ahead}")
 

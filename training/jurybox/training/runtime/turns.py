@@ -33,6 +33,8 @@ class Rules:
         self._free = {number for number, pace in self._paces.items() if pace.free and not serial}
         slacks = {number: 0 if serial else pace.max_ahead for number, pace in self._paces.items()}
         self._awaited = {number: slack for number, slack in slacks.items() if slack is not None}
+        self._patience = {number: pace.patience for number, pace in self._paces.items() if pace.patience and not serial}
+        self._waited: dict[int, tuple[int, float]] = {}  # by learner: its steps when a wait began, and the time
         self._orders = scoreboard.orders[0]
 
     def collected(self) -> bool:
@@ -58,9 +60,19 @@ class Rules:
             # Actors do not wait for a learner that waits for their rows.
             if words[Word.UNREADY]:
                 continue
-            if self._scoreboard.env_steps >= self._paces[number].env_steps(words[Word.LEARNER_STEPS], slack):
+            steps = int(words[Word.LEARNER_STEPS])
+            if self._scoreboard.env_steps >= self._paces[number].env_steps(steps, slack) and self._waits(number, steps):
                 return False
         return True
+
+    def _waits(self, number: int, steps: int) -> bool:
+        """Whether to go on waiting for a learner: not if it has made no step for longer than its pace has patience."""
+        if (patience := self._patience.get(number)) is None:
+            return True
+        now = time.monotonic()
+        if number not in self._waited or self._waited[number][0] != steps:
+            self._waited[number] = steps, now
+        return now - self._waited[number][1] < patience
 
     def may_learn(self, number: int) -> bool:
         """Whether there are unused environment steps for learner `number`, and time to use them."""

@@ -40,6 +40,7 @@ _ADAPTER = "jurybox.training.environments.pettingzoo_env:World"
 _REFINED_PPO = "jurybox.training.algorithms.ppo:RefinedPPO"
 _FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"
 ON_POLICY = "ppo"
+_PATIENCE = 10.0  # seconds in which a learner of PPO that the actor waits for has to make a step
 TREASURE = "jurybox.studies.treasure:TreasureHunt"
 
 
@@ -140,7 +141,7 @@ class MarlTraining(EnvironmentSettings):
     max_ahead: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = Field(
         "auto",
         description="Turns by which the actor may be ahead of the slowest learner; none: it never waits; auto: a "
-        "rollout with PPO, else none.",
+        "rollout with PPO, though for no learner that makes no step in ten seconds, else none.",
     )
     max_lag: int | None = Field(None, ge=0, description="Publications by which the actor may lag.")
     actor_timeout: float = Field(
@@ -184,7 +185,7 @@ class MarlTraining(EnvironmentSettings):
         else:
             slack = None if self.max_ahead == "none" else self.max_ahead
         if on_policy:
-            return Pace(self.ppo.n_steps, 1, 0, slack)
+            return Pace(self.ppo.n_steps, 1, 0, slack, _PATIENCE if self.max_ahead == "auto" else None)
         return Pace(self.train_freq, 1, self.learning_starts, slack)
 
     @property
