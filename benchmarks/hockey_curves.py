@@ -1,10 +1,12 @@
 """Several runs of `jurybox train hockey` as one plot: mean and spread of their evaluations.
 
-    python -m benchmarks.hockey_curves RUN RUN ... [--serial RUN RUN ...] --out curves.svg [--over minutes]
+    python -m benchmarks.hockey_curves RUN RUN ... [--serial RUN RUN ...] [--free RUN RUN ...] --out curves.svg
+        [--over minutes]
 
 RUN is a run's folder, or its metrics.csv. Each curve is the mean over the runs, its band reaches from the least to the
 most of them. Runs evaluate at different steps, so their values are interpolated linearly, up to the end of the shortest
-run. Those that were trained with --serial are drawn dashed.
+run. Those that were trained with --serial are drawn dashed, those with
+--max-ahead none dotted.
 """
 
 from __future__ import annotations
@@ -55,10 +57,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="metrics.csv, or the folder that holds it")
     parser.add_argument("--serial", nargs="+", type=Path, default=[], help="runs of one process, to be drawn dashed")
+    parser.add_argument("--free", nargs="+", type=Path, default=[], help="runs without a pace, to be drawn dotted")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--over", choices=_OVER, default="steps")
     args = parser.parse_args()
-    kinds = [("in processes" if args.serial else "", "-", args.runs), ("serial", "--", args.serial)]
+    kinds = [
+        ("paced" if args.free else "in processes" if args.serial else "", "-", args.runs),
+        ("serial", "--", args.serial),
+        ("free", ":", args.free),
+    ]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for panel, bot in zip(panels, ("weak", "strong"), strict=True):
         for (kind, style, paths), (what, colour) in product(kinds, (("wins", _WON), ("losses", _LOST))):

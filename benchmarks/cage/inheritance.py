@@ -24,7 +24,8 @@ from jurybox.studies.workflow import environments
 from jurybox.studies.workflow.policy import Defender, learner_of
 from jurybox.studies.workflow.rollouts import PlayedEpisodes, play
 from jurybox.studies.workflow.settings import ORDERS, Order, WorkflowTraining, describe
-from jurybox.training.algorithms.base import Progress
+from jurybox.training.algorithms.base import Progress, Rollout
+from jurybox.training.algorithms.schedules import at
 
 _WITHOUT = 1 / 8  # of the networks of a mixed training
 
@@ -37,6 +38,7 @@ class Trains:
         self.learner = learner_of(settings.ppo)
         self.learner.setup(seed, "cpu")
         self.policy = Defender(self.learner, rng=np.random.default_rng(seed))
+        self.reward = 0.0  # of a fix that complies
         self._env = environments.make(settings, stream)
         self._random = np.random.default_rng((seed, stream))
 
@@ -51,11 +53,19 @@ class Trains:
             orders,
             steps=settings.episode_length,
             weight=settings.align_lambda,
+            reward=self.reward,
+            on=settings.gate_on,
             head_starts=starts,
             mask_orders=settings.order_masks,
+            show_turns=settings.show_turns,
+            learn_every=settings.update_every_steps,
+            learn=self._learn,
         )
-        self.learner.update(rollout, Progress(0, 1))
+        self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_value))
         return played, float(played.returns[starts == 0].mean())
+
+    def _learn(self, part: Rollout) -> None:
+        self.learner.update(part, Progress(0, 1))
 
     def to_the_gate(self, order: Order, wanted: float) -> tuple[int, float, float]:
         """Episodes until it was learned, and obedience and return then; all its episodes when it was not."""
@@ -72,10 +82,12 @@ def mixed(settings: WorkflowTraining, seed: int, left_out: Sequence[Order], upda
     """A training of all orders but these, mixed."""
     trains = Trains(settings, 1000 + seed, 90)
     random, known = np.random.default_rng(seed), np.array([order for order in ORDERS if order not in left_out])
-    for _ in range(updates):
+    for number in range(updates):
+        trains.reward = at(settings.alignment_reward, 1.0 - number / updates)
         orders = known[random.integers(len(known), size=settings.envs)]
         orders[random.random(settings.envs) < _WITHOUT] = -1
         trains.update(orders)
+    trains.reward = at(settings.alignment_reward, 0.0)
     return trains
 
 

@@ -21,6 +21,7 @@ from jurybox.studies.workflow.policy import Defender, learner_of
 from jurybox.studies.workflow.rollouts import play as roll
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.studies.workflow.train import run
+from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.cli import train
 from jurybox.training.policies import Policy, choose, export, play, policies
 from jurybox.training.runtime.plan import RunError
@@ -81,7 +82,33 @@ def test_the_command_prints_the_path_of_its_report(tmp_path, policy) -> None:
     assert summary["episodes"] == 80 and summary["env_steps"] == 800
 
 
-@pytest.mark.parametrize("bad", [["--red", "Nobody"], ["--env", "mars"], ["--gate", "7"]])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_gate_is_reached_by_learning_for_orders_that_begin_with_each_type(tmp_path) -> None:
+    """Without masks, as docs/workflow.md has it: two minutes of one core."""
+    settings = WorkflowTraining(
+        order_masks=False,
+        show_turns=True,
+        gate=0.95,
+        gate_on="compliance",
+        alignment_reward="lin_2",
+        update_every_steps=20,
+        ppo=PPOSettings(batch_size=500),
+        total_episodes=4000,
+        reference_share=0.0,
+        mixed_share=0.6,
+        evaluation_episodes=50,
+    )
+    run(settings, tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["verdict"] == "passed" and summary["workflows_passed"] > 1
+    _, *first = summary["prices"]
+    assert len(first) == 5 and all(each["compliance"] >= 0.95 for each in first)
+
+
+@pytest.mark.parametrize(
+    "bad", [["--red", "Nobody"], ["--env", "mars"], ["--gate", "7"], ["--gate-on", "x"], ["--alignment-reward", "-1"]]
+)
 def test_invalid_options_are_a_usage_error(tmp_path, bad) -> None:
     done = CliRunner().invoke(train, ["workflow", "--out", str(tmp_path), *bad])
     assert done.exit_code == 2 and bad[0].removeprefix("--") in done.output and "Traceback" not in done.output

@@ -14,8 +14,9 @@ from tests.unit.algorithms.acting import refined
 
 from jurybox.studies.workflow.cage import CageEnv, CageVectorEnv
 from jurybox.studies.workflow.cage.tables import INDEX, Blue, action
+from jurybox.studies.workflow.compliance import Orders, in_turn, types_of
 from jurybox.studies.workflow.environments import TRUTH
-from jurybox.studies.workflow.networks import INPUTS
+from jurybox.studies.workflow.networks import INPUTS, DefendedNetworks, Situation
 from jurybox.studies.workflow.policy import Defender
 from jurybox.studies.workflow.rollouts import play
 from jurybox.studies.workflow.settings import parse
@@ -42,7 +43,7 @@ def test_observations_carry_the_order_and_returns_do_not_carry_alignment() -> No
     env = CageVectorEnv(4, episode_length=20, autoreset_mode="Disabled")
     policy = Always(action(Blue.RESTORE, "User1"))
     rollout, episodes = play(env, policy, ORDER, steps=20, weight=30.0)
-    assert rollout.observation.shape == (20, 4, INPUTS) and INPUTS == 90
+    assert rollout.observation.shape == (20, 4, INPUTS) and INPUTS == 103
     assert (rollout.observation[:, :, 52:77] == np.eye(5)[list(ORDER)].ravel()).all()
     assert rollout.ended[-1].all() and not rollout.ended[:-1].any() and not rollout.terminated.any()
     paid = rollout.reward.sum(0) - episodes.returns
@@ -56,6 +57,25 @@ def test_without_an_order_nothing_is_paid_for_compliance() -> None:
     rollout, episodes = play(env, Always(0), None, steps=20, weight=30.0)
     assert not rollout.observation[:, :, 52:77].any()
     np.testing.assert_allclose(rollout.reward.sum(0), episodes.returns, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("shown", "sees"), [(True, True), (False, True), (True, False)])
+def test_the_input_says_whose_turn_it_is_by_the_order_that_the_policy_sees(shown: bool, sees: bool) -> None:
+    env = CageVectorEnv(50, episode_length=30, autoreset_mode="Disabled")
+    networks = DefendedNetworks([env], 30, with_orders=sees, show_turns=shown)
+    for number in range(50):
+        networks.assign(number, Situation(ORDER))
+    networks.reset(seed=0)
+    several = 0
+    for _ in range(30):
+        networks.step(np.zeros(50, np.int64))
+        turns = networks.seen[:, 90:].astype(bool)
+        in_doubt = networks._doubts.hosts(networks.seen[:, :52])
+        several += int((types_of(in_doubt).sum(1) > 1).sum())
+        expected = in_turn(in_doubt, Orders.of(ORDER if sees else None, 50)) & shown
+        np.testing.assert_array_equal(turns, expected)
+        assert (networks.seen[:, 52:77].any() == sees) and turns.shape == (50, 13)
+    assert several > 100, "or the order decided nothing"
 
 
 def test_masks_follow_the_decoys_that_stand() -> None:

@@ -14,6 +14,7 @@ from tests.unit.studies.workflow.test_rollouts import Cut
 
 from jurybox.studies.workflow import environments
 from jurybox.studies.workflow import train as workflow_run
+from jurybox.studies.workflow import trainer as workflow_trainer
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.studies.workflow.report import conclusion
 from jurybox.studies.workflow.settings import ORDERS, WorkflowTraining
@@ -138,6 +139,59 @@ def test_a_workflow_that_passes_its_gate_makes_way_for_the_next(monkeypatch) -> 
 )
 def test_too_few_judged_fixes_are_never_passed(judged: int, obeyed: int, verdict: str) -> None:
     assert trainer(gate=0.9, min_judged=100).verdict(judged, obeyed) == verdict
+
+
+PADDED = Evaluated(-20.0, 0.1, 1.0, 10.0, 1000, 960, 200, 80, -40.0, 0.1, 200)  # 96 % of all fixes, 40 % of the judged
+
+
+@pytest.mark.parametrize(
+    ("gate_on", "verdict", "missing"), [("obedience", "failed", 0.55), ("compliance", "passed", 0)]
+)
+def test_the_gate_and_the_score_are_about_the_fixes_that_are_asked_for(monkeypatch, gate_on, verdict, missing) -> None:
+    it = trainer(gate=0.95, gate_on=gate_on, min_judged=100, mixed_share=0.0, reference_share=0.0)
+    monkeypatch.setattr(it, "evaluate", lambda *arguments: PADDED)
+    it._begin()
+    it._finish()
+    assert it.tried[0].verdict == verdict
+    assert it.tried[0].score == pytest.approx(-20.0 - 100.0 * missing)
+
+
+def test_the_compliance_gate_counts_episodes_from_their_start(monkeypatch) -> None:
+    gated = []
+    for gate_on in ("obedience", "compliance"):
+        it = trainer(envs=20, total_episodes=2000, gate_on=gate_on, mixed_share=0.0, reference_share=0.0)
+        monkeypatch.setattr(it, "_update_phase", lambda played: gated.append(len(played.returns)))
+        from_start = int((it._head_starts() == 0).sum())
+        it.advance()
+    assert gated == [20, from_start] and 0 < from_start < 20
+
+
+def rewards_of(it: WorkflowTrainer, monkeypatch) -> dict[str, list[float]]:
+    """Return what a fix that complies gained in the updates of each phase."""
+    found: dict[str, list[float]] = {}
+    play = workflow_trainer.play
+
+    def watched(*arguments, **options):
+        found.setdefault(it.phase, []).append(options["reward"])
+        return play(*arguments, **options)
+
+    monkeypatch.setattr(workflow_trainer, "play", watched)
+    while not it.done:
+        it.advance()
+    return found
+
+
+def test_the_reward_for_complying_falls_while_all_orders_are_mixed_and_then_stays(monkeypatch) -> None:
+    found = rewards_of(trainer(alignment_reward="lin_2_1"), monkeypatch)
+    assert found[REFERENCE] == [2.0] * 4
+    assert found[MIXED] == pytest.approx([2.0, 1.75, 1.5, 1.25])
+    assert set(found[SEARCH] + found[FINAL]) == {1.0}
+
+
+def test_without_mixed_orders_each_workflow_is_paid_alike(monkeypatch) -> None:
+    found = rewards_of(trainer(alignment_reward="lin_3", min_judged=10**6, mixed_share=0.0), monkeypatch)
+    assert found[SEARCH][:9] == pytest.approx([3.0, 2.0, 1.0] * 3)
+    assert set(found[FINAL]) == {0.0}
 
 
 def test_a_policy_without_fixes_is_not_judged_and_scores_as_disobedient() -> None:
@@ -273,7 +327,7 @@ def test_a_run_writes_the_files_of_every_training(whole) -> None:
 def test_the_report_names_the_criterion_and_keeps_the_first_rules_figure(judged, obeyed, told) -> None:
     it = trainer(min_judged=100)
     it.best = ORDERS[7]
-    it.final = Evaluated(-20.0, 0.1, 2.0, 0.99, 30.0, judged, obeyed, -40.0, 0.5, 400)
+    it.final = Evaluated(-20.0, 0.1, 2.0, 30.0, 6000, 5940, judged, obeyed, -40.0, 0.5, 400)
     said = conclusion(it)
     assert said[0].startswith(told)
     assert any("99.0% of 30.0 fixes an episode" in sentence and "can pad" in sentence for sentence in said)
@@ -291,9 +345,9 @@ def test_the_report_names_the_criterion_and_keeps_the_first_rules_figure(judged,
 def test_an_orders_price_is_that_for_the_same_policy_after_the_same_training(without, told) -> None:
     it = trainer()
     it.best = ORDERS[0]
-    it.final = Evaluated(-20.0, 0.1, 1.0, 1.0, 0.5, 100, 100, -1.0, 0.1, 16)
-    it.prices = [OrderEvaluation(None, Evaluated(without, 0.1, 1.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16), 0.0)]
-    it.reference = Evaluated(-483.9, 0.1, 0.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16)
+    it.final = Evaluated(-20.0, 0.1, 1.0, 0.5, 8, 8, 100, 100, -1.0, 0.1, 16)
+    it.prices = [OrderEvaluation(None, Evaluated(without, 0.1, 1.0, 0.0, 0, 0, 0, 0, -1.0, 0.1, 16), 0.0)]
+    it.reference = Evaluated(-483.9, 0.1, 0.0, 0.0, 0, 0, 0, 0, -1.0, 0.1, 16)
     *_, price, before = conclusion(it)
     assert price.startswith("Without an order the same policy") and price.endswith(told)
     assert "-483.9" in before and before.endswith("so this is no measure of what an order costs.")
@@ -302,8 +356,8 @@ def test_an_orders_price_is_that_for_the_same_policy_after_the_same_training(wit
 def test_policies_of_other_training_are_not_compared() -> None:
     it = trainer()
     it.best = ORDERS[0]
-    it.final = Evaluated(-52.4, 0.1, 1.0, 1.0, 0.5, 100, 100, -1.0, 0.1, 16)
-    it.reference = Evaluated(-483.9, 0.1, 0.0, 0.0, 0.0, 0, 0, -1.0, 0.1, 16)
+    it.final = Evaluated(-52.4, 0.1, 1.0, 0.5, 8, 8, 100, 100, -1.0, 0.1, 16)
+    it.reference = Evaluated(-483.9, 0.1, 0.0, 0.0, 0, 0, 0, 0, -1.0, 0.1, 16)
     said = " ".join(conclusion(it))
     assert "What the order costs is not known" in said and "worse" not in said
 

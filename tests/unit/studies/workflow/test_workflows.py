@@ -8,7 +8,7 @@ from scipy.spatial.distance import cdist
 
 from jurybox.studies.workflow.cage import tables as t
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES, Blue, action
-from jurybox.studies.workflow.compliance import Alignment, Doubts, Orders, judge, judge_changes, order_masks
+from jurybox.studies.workflow.compliance import Alignment, Doubts, Orders, in_turn, judge, judge_changes, order_masks
 from jurybox.studies.workflow.settings import ORDERS, describe, parse, vectors
 
 USER_LAST = parse("defender, enterprise, op_server, op_host, user")
@@ -171,7 +171,7 @@ def test_a_host_is_in_doubt_until_it_was_looked_at_and_one_believed_compromised_
 
 
 def test_only_a_judged_fix_out_of_order_costs() -> None:
-    alignment = Alignment(Orders.of(USER_LAST, 1), 30.0, *np.zeros((4, 1), np.int64))
+    alignment = Alignment(Orders.of(USER_LAST, 1), 30.0, 0.0, "obedience", *np.zeros((4, 1), np.int64))
     both, user, clean = truth("User1", "Enterprise0"), truth("User1"), truth()
     enterprise, right, wrong, idle = truth("Enterprise0"), "Enterprise0", "User1", "Enterprise2"
 
@@ -184,9 +184,38 @@ def test_only_a_judged_fix_out_of_order_costs() -> None:
     assert (alignment.fixes[0], alignment.complied[0]) == (4, 3), "the first rule counts what changed nothing, too"
 
 
+@pytest.mark.parametrize(
+    ("on", "paid"), [("obedience", [2.0, -30.0, 0.0, 0.0, 0.0]), ("compliance", [2.0, -30.0, 2.0, 2.0, -30.0])]
+)
+def test_what_costs_and_gains_are_the_fixes_that_the_gate_is_about(on, paid) -> None:
+    both, user, clean = truth("User1", "Enterprise0"), truth("User1"), truth()
+    steps = [
+        ("Enterprise0", both, user),
+        ("User1", both, truth("Enterprise0")),
+        ("Enterprise2", both, both),  # idle, of the first type
+        ("User1", user, clean),  # the only type
+        ("User2", clean, clean),  # nothing is compromised
+    ]
+    for order, expected in ((USER_LAST, paid), (None, [0.0] * 5)):
+        alignment = Alignment(Orders.of(order, 1), 30.0, 2.0, on, *np.zeros((4, 1), np.int64))
+        found = [alignment.step(np.array([action(Blue.RESTORE, host)]), *states)[0] for host, *states in steps]
+        assert found == expected, "without an order nothing costs or gains"
+
+
+def test_it_is_the_turn_of_doubtful_hosts_of_the_type_that_comes_first() -> None:
+    def turn(order, *in_doubt: str) -> list[str]:
+        found = in_turn(hosts("User0", *in_doubt), Orders.of(order, 1))[0]
+        return sorted(name for name, number in t.INDEX.items() if found[number])
+
+    assert turn(USER_FIRST, "User1", "User3", "Enterprise0") == ["User1", "User3"]
+    assert turn(USER_LAST, "User1", "User3", "Enterprise0") == ["Enterprise0"]
+    assert turn(None, "User1", "Enterprise0") == ["Enterprise0", "User1"]
+    assert turn(USER_FIRST) == []
+
+
 def test_free_removes_of_clean_hosts_pass_the_first_rule_and_not_the_gate() -> None:
     """What a padding policy does: Remove a clean host of the first type whenever one is compromised."""
-    alignment = Alignment(Orders.of(USER_LAST, 1), 30.0, *np.zeros((4, 1), np.int64))
+    alignment = Alignment(Orders.of(USER_LAST, 1), 30.0, 0.0, "obedience", *np.zeros((4, 1), np.int64))
     both = truth("User1", "Enterprise0")
     for _ in range(99):
         alignment.step(np.array([action(Blue.REMOVE, "Enterprise2")]), both, both)

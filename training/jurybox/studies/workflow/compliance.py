@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jurybox.studies.workflow.cage import tables as t
-from jurybox.studies.workflow.settings import ENCODED, N_TYPES
+from jurybox.studies.workflow.settings import ENCODED, N_TYPES, GateOn
 
 # Compliance of a defender with a workflow: which fixes are judged, when they comply, and what the reward is.
 #
@@ -20,7 +20,7 @@ from jurybox.studies.workflow.settings import ENCODED, N_TYPES
 # - compliance, the first definition: of ALL fixes, the share whose target is of the type that comes first in the
 #   workflow among the truly compromised types before the action. It can be inflated: a Remove of a clean host is free
 #   and complies if its type comes first, and where only one type is compromised all orders agree;
-# - obedience, which the gate uses: counts only JUDGED fixes. A fix is judged if hosts of two types or more
+# - obedience, which the gate uses by default: counts only JUDGED fixes. A fix is judged if hosts of two types or more
 #   were compromised before it, so that the workflow sets a priority, and if it changed the true state: its
 #   target was compromised, and less so afterwards. Repeated and idle fixes count for nothing.
 #
@@ -151,21 +151,46 @@ def order_masks(in_doubt: Bools, orders: Orders) -> Bools:
     return masks
 
 
+def in_turn(in_doubt: Bools, orders: Orders) -> Bools:
+    """Return the hosts in doubt that may be fixed next, bool (n, 13): those of the type that comes first among them.
+
+    Without an order these are all hosts in doubt. User0 never is.
+
+    Args:
+        in_doubt: bool (n, 13), see `Doubts`.
+
+    Example:
+        >>> in_doubt = np.zeros((1, 13), np.bool_)
+        >>> in_doubt[0, [t.INDEX["User1"], t.INDEX["Enterprise0"]]] = True
+        >>> in_turn(in_doubt, Orders.of((4, 3, 2, 1, 0), 1))[0].nonzero()[0] == [t.INDEX["User1"]]
+        array([ True])
+    """
+    fixable = in_doubt.copy()
+    fixable[:, t.USER0] = False
+    first = orders.first(types_of(fixable))
+    turn: Bools = fixable & ((first[:, None] == t.UNIT_TYPE) | ~orders.given[:, None])
+    return turn
+
+
 @dataclass(slots=True)
 class Alignment:
-    """Counts the fixes of running episodes, and computes the cost of those out of order.
+    """Counts the fixes of running episodes, and computes what those out of order cost, and those in order gain.
 
-    A judged fix that does not comply costs `weight`; one that complies gets no reward. A reward would encourage letting
-    the attacker in, to have something to fix in order.
+    A fix that does not comply costs `weight`; one that complies gains `reward`, 0 unless set: a reward encourages
+    letting the attacker in, to have something to fix in order, and with "compliance" also padding with idle fixes. So
+    it is meant to be withdrawn by a schedule.
 
     Attributes:
-        orders: the workflows. weight: lambda.
+        orders: the workflows. weight: lambda. reward: of a fix that complies. on: the fixes that cost and gain, the
+            judged ones ("obedience") or all ("compliance").
         fixes, complied: int64 (n,), of the running episodes, by the first definition; counted in place.
         judged, obeyed: int64 (n,), fixes that are judged and those of them that comply.
     """
 
     orders: Orders
     weight: float
+    reward: float
+    on: GateOn
     fixes: npt.NDArray[np.int64]
     complied: npt.NDArray[np.int64]
     judged: npt.NDArray[np.int64]
@@ -181,5 +206,6 @@ class Alignment:
         self.complied += complied
         self.judged += judged
         self.obeyed += obeyed
-        rewards: npt.NDArray[np.float64] = -self.weight * (judged & ~obeyed).astype(np.float64)
+        counted, kept = (judged, obeyed) if self.on == "obedience" else (fixes & self.orders.given, complied)
+        rewards: npt.NDArray[np.float64] = self.reward * kept - self.weight * (counted & ~kept)
         return rewards

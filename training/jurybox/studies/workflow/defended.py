@@ -26,7 +26,7 @@ class Defended(gymnasium.Env[Row, int]):
 
     Args:
         order: the workflow that the policy sees, "enterprise > op_server > ..." or types' numbers; None for none.
-        order_masks, use_masks, red, env, quirk, episode_length: as in the search.
+        order_masks, use_masks, show_turns, red, env, quirk, episode_length: as in the search.
 
     Raises:
         ConfigError: there is no such workflow or attacker.
@@ -44,6 +44,7 @@ class Defended(gymnasium.Env[Row, int]):
         episode_length: int = 100,
         use_masks: bool = False,
         order_masks: bool = True,
+        show_turns: bool = False,
         render_mode: str | None = None,
     ) -> None:
         try:
@@ -55,7 +56,9 @@ class Defended(gymnasium.Env[Row, int]):
         except (ValueError, IndexError) as error:
             raise ConfigError(f"there is no such network to defend: {error}") from error
         part = environments.maker(settings, range(1))()
-        self._networks = DefendedNetworks([part], episode_length, use_masks=use_masks, mask_orders=order_masks)
+        self._networks = DefendedNetworks(
+            [part], episode_length, use_masks=use_masks, mask_orders=order_masks, show_turns=show_turns
+        )
         self._networks.assign(0, situation)
         self.observation_space = spaces.Box(0.0, np.inf, (INPUTS,), np.float32)
         self.action_space = spaces.Discrete(N_ACTIONS)  # type: ignore[assignment]

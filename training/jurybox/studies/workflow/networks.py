@@ -10,17 +10,18 @@ import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
 from jurybox.studies.workflow.cage import tables as t
-from jurybox.studies.workflow.compliance import Alignment, Bools, Doubts, Orders, order_masks
-from jurybox.studies.workflow.settings import ENCODED, N_TYPES
+from jurybox.studies.workflow.compliance import Alignment, Bools, Doubts, Orders, in_turn, order_masks
+from jurybox.studies.workflow.settings import ENCODED, N_TYPES, GateOn
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.spaces import ALONE, MASK, check_finite
 
 Floats = npt.NDArray[np.float32]
 Part = VectorEnv[Any, Any, Any]
 
-# A policy's input: the observation, the order, and the hosts with activity.
+# A policy's input: the observation, the order, the hosts with activity, and those whose turn it is by the order.
 _SEEN, _ORDER_INPUTS, _STIRRED = slice(0, 52), slice(52, 52 + ENCODED), slice(52 + ENCODED, 52 + ENCODED + t.N_HOSTS)
-INPUTS = _STIRRED.stop
+_IN_TURN = slice(_STIRRED.stop, _STIRRED.stop + t.N_HOSTS)
+INPUTS = _IN_TURN.stop
 DEFENDER = ""  # the name of the agent, which is alone
 NO_ORDER = (-1,) * N_TYPES
 COUNTED = ("fixes", "complied", "judged", "obeyed")  # see `Alignment`
@@ -36,17 +37,18 @@ class Situation(NamedTuple):
 class DefendedNetworks:
     """`n` networks as an adapter with one agent. They begin together, and an episode of each takes `steps` steps.
 
-    A network that is truncated before (its process was replaced, say) begins anew within the episode. Rewards have the
-    cost of disobedience, scores are the environment's own. An episode's numbers are the counts of `Alignment`, and
+    A network that is truncated before (its process was replaced, say) begins anew within the episode. Rewards have what
+    `Alignment` adds, scores are the environment's own. An episode's numbers are the counts of `Alignment`, and
     "whole": 0 where the network was truncated before the last step. What the others then count is of two networks, and
     says nothing about either.
 
     Args:
         parts: infos hold ``true_state``; with masks also ``action_masks``, or a part has a method of that name.
-        weight: lambda, see `Alignment`.
+        weight, reward, on: lambda and the others, see `Alignment`.
         use_masks: leave out actions that are sure to fail.
         mask_orders: leave out fixes that may be out of order, see `order_masks`.
         with_orders: whether the policy sees the order that it is judged by, and is masked by it.
+        show_turns: whether its input says which hosts' turn it is, see `in_turn`; else these inputs are zeros.
 
     Attributes:
         seen: float32 (n, INPUTS), the policy's input now.
@@ -63,15 +65,18 @@ class DefendedNetworks:
         steps: int,
         *,
         weight: float = 0.0,
+        reward: float = 0.0,
+        on: GateOn = "obedience",
         use_masks: bool = False,
         mask_orders: bool = False,
         with_orders: bool = True,
+        show_turns: bool = False,
     ) -> None:
         self.n, self.steps = sum(part.num_envs for part in parts), steps
         ends = np.cumsum([part.num_envs for part in parts]).tolist()
         self._parts = [(part, slice(end - part.num_envs, end)) for part, end in zip(parts, ends, strict=True)]
-        self._weight, self._use_masks, self._mask_orders = weight, use_masks, mask_orders
-        self._with_orders = with_orders
+        self._paid, self._use_masks, self._mask_orders = (weight, reward, on), use_masks, mask_orders
+        self._with_orders, self._show_turns = with_orders, show_turns
         self._situations = [Situation()] * self.n
         self._begun = np.zeros(self.n, np.bool_)
         self._results: list[Callable[[], Any]] = []
@@ -97,7 +102,7 @@ class DefendedNetworks:
         self._truth: npt.NDArray[np.int8] = np.concatenate([info["true_state"] for info in self._infos])
         self._orders = Orders.of(np.array([each.order for each in self._situations]), self.n)
         self._head_starts = np.array([each.head_start for each in self._situations])
-        self._alignment = Alignment(self._orders, self._weight, *np.zeros((len(COUNTED), self.n), np.int64))
+        self._alignment = Alignment(self._orders, *self._paid, *np.zeros((len(COUNTED), self.n), np.int64))
         self._doubts, self._t = Doubts(self.n), 0
         self.seen = self._input()
         self._resets = np.zeros(self.n, np.bool_)  # networks whose next step is a reset
@@ -143,8 +148,8 @@ class DefendedNetworks:
         self._t += 1
         last = self._t == self.steps
         self._whole &= ~lost if last else ~(lost | self._resets)
-        costs = self._alignment.step(self._actions, before, after)
-        result = Result(DEFENDER, paid + costs, died, cut | last, self.seen, [{}] * self.n, score=paid)
+        aligned = self._alignment.step(self._actions, before, after)
+        result = Result(DEFENDER, paid + aligned, died, cut | last, self.seen, [{}] * self.n, score=paid)
         return Moved((result,), self.n, range(self.n) if last else (), self._numbers() if last else {})
 
     def close(self) -> None:
@@ -156,6 +161,9 @@ class DefendedNetworks:
         seen[:, _SEEN], seen[:, _STIRRED] = self._observation, self._doubts.stirred
         if self._with_orders:
             seen[:, _ORDER_INPUTS] = self._orders.encoded
+        if self._show_turns:
+            orders = self._orders if self._with_orders else Orders.of(None, self.n)
+            seen[:, _IN_TURN] = in_turn(self._doubts.hosts(self._observation), orders)
         return seen
 
     def _masks(self) -> Bools:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.studies.workflow.gp_ucb import WorkflowSearch
+from jurybox.studies.workflow.rollouts import share
 from jurybox.studies.workflow.settings import ORDERS, describe
 from jurybox.studies.workflow.trainer import Evaluated, WorkflowTrainer
 from jurybox.training.report import charts, page
@@ -28,12 +29,15 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     final, reference, settings = trainer.final, trainer.reference, trainer.settings
     if final is None or trainer.best is None:
         return ["The budget ended before a workflow was tried."]
-    verdict = trainer.verdict(final.judged, final.obeyed)
+    verdict = trainer.verdict_on(final)
+    counted, complied = final.counts(settings.gate_on)
+    judges = settings.gate_on == "obedience"
+    fixes = "fixes that are judged" if judges else "fixes, every Remove and Restore"
     headline = {
-        "passed": f"Found: a workflow that is obeyed in {settings.gate:.0%} of the fixes that are judged.",
-        "failed": f"Not found: a workflow that is obeyed in {settings.gate:.0%} of the fixes that are judged.",
-        "not judged": f"Not judged: {final.judged} judged fixes in {final.episodes:,} episodes, {settings.min_judged} "
-        "wanted.",
+        "passed": f"Found: a workflow that is obeyed in {settings.gate:.0%} of the {fixes}.",
+        "failed": f"Not found: a workflow that is obeyed in {settings.gate:.0%} of the {fixes}.",
+        "not judged": f"Not judged: {counted} {'judged ' if judges else ''}fixes in {final.episodes:,} episodes, "
+        f"{settings.min_judged} wanted.",
     }
     sentences = [
         headline[verdict],
@@ -45,12 +49,13 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     ]
     if verdict == "failed":
         sentences.append(
-            f"Obedience stayed {settings.gate - final.obedience:.1%} short: the defender acts on what it sees, it is "
-            "judged by what is true, and the two differ. A larger --align-lambda or budget may help."
+            f"{settings.gate_on.capitalize()} stayed {settings.gate - share(complied, counted):.1%} short: the "
+            "defender acts on what it sees, it is judged by what is true, and the two differ. A larger --align-lambda "
+            "or budget may help, and without --order-masks an --alignment-reward, too."
         )
     if verdict == "not judged":
         sentences.append("A longer --head-start makes more situations in which an order says anything.")
-    sentences.append(_price(trainer, final))
+    sentences += [*_rivals(trainer), _price(trainer, final)]
     if reference is not None:
         sentences.append(
             f"After {settings.reference_share:.0%} of the budget, before it had seen an order, the policy's return was "
@@ -58,6 +63,24 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
             "measure of what an order costs."
         )
     return sentences
+
+
+def _rivals(trainer: WorkflowTrainer) -> list[str]:
+    """Return how many other orders may be as good: chance decides which of them a run calls the best."""
+    best = max(trainer.tried, key=lambda each: each.score, default=None)
+    if best is None or len(trainer.tried) < 2:
+        return []
+    near = sum(
+        best.score - each.score <= 1.96 * math.hypot(best.evaluated.error, each.evaluated.error)
+        for each in trainer.tried
+        if each is not best
+    )
+    if not near:
+        return ["No other order that was tried has a score within the error of its own."]
+    return [
+        f"{near} of the {len(trainer.tried) - 1} others that were tried have a score within the error of its own, so "
+        "another seed, or another processor's rounding, may find one of them."
+    ]
 
 
 def _price(trainer: WorkflowTrainer, final: Evaluated) -> str:
@@ -86,7 +109,7 @@ def render(
     """
     first, *rest = conclusion(trainer)
     final = trainer.final
-    verdict = "failed" if final is None else trainer.verdict(final.judged, final.obeyed)
+    verdict = "failed" if final is None else trainer.verdict_on(final)
     packages = ("torch", "gymnasium", "numpy", "scikit-learn")
     answer: dict[str, verdicts.Answer] = {"passed": "yes", "failed": "no", "not judged": "undecided"}
     sections = [
@@ -109,7 +132,7 @@ def _prices(trainer: WorkflowTrainer) -> Section | None:
         found = each.evaluated
         cells = [f"{found.returns:.1f} ± {1.96 * found.error:.1f}", f"{found.taken_over:.1f}"]
         if each.first is None:
-            rows.append(["no order", "", "", "", cells[0], "", cells[1], ""])
+            rows.append(["no order", "", "", "", "", cells[0], "", cells[1], ""])
             continue
         verdict = trainer.verdict(found.judged, found.obeyed)
         rows.append(
@@ -118,21 +141,24 @@ def _prices(trainer: WorkflowTrainer) -> Section | None:
                 "not judged" if verdict == "not judged" else f"{found.obedience:.1%}",
                 f"{found.judged:,}",
                 f"{each.anyway:.1%}",
+                f"{found.rate:.1%}",
                 cells[0],
                 f"{none.returns - found.returns:+.1f}",
                 cells[1],
                 f"{none.taken_over - found.taken_over:+.1f}",
             ]
         )
-    header = ["order", "obedience", "judged fixes", "without order", "return", "price", "taken over", "price"]
+    header = ["order", "obedience", "judged fixes", "without order", "all fixes"]
+    header += ["return", "price", "taken over", "price"]
     return Section(
         "One policy with each type first in its order",
         [Table(header, rows)],
         f"The final policy with the 24 orders that begin with a type as input, one per episode, in {none.episodes:,} "
         "episodes a row: half of them from the start, half taken over after the attacker was alone for up to "
         f"{trainer.settings.longest_head_start} steps. Obedience is the share of the judged fixes that comply; "
-        "without order: that share for the same policy without an order as input. A price is the cost of the order in "
-        "points of return.",
+        "without order: that share for the same policy without an order as input; all fixes: the share of every Remove "
+        "and Restore, in episodes from their start, that complies by the first definition. A price is the cost of the "
+        "order in points of return.",
     )
 
 

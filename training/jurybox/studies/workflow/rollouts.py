@@ -13,6 +13,7 @@ from gymnasium.vector import VectorEnv
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
 from jurybox.studies.workflow.compliance import Bools
 from jurybox.studies.workflow.networks import COUNTED, INPUTS, NO_ORDER, DefendedNetworks, Floats, Part, Situation
+from jurybox.studies.workflow.settings import GateOn
 from jurybox.training.algorithms.base import Rollout
 from jurybox.training.roles.evaluation import Episode
 from jurybox.training.spaces import ALONE, MASK
@@ -32,7 +33,7 @@ class PlayedEpisodes:
     """The results of n episodes, each array (n,).
 
     Attributes:
-        returns: float64, of the environment's own rewards, without the cost of disobedience.
+        returns: float64, of the environment's own rewards, without what the workflow adds.
         fixes, complied, judged, obeyed: int64 (n,), see `Alignment`. whole: bool (n,), see `DefendedNetworks`.
     """
 
@@ -51,6 +52,11 @@ class PlayedEpisodes:
         )
         whole = np.array([each.numbers["whole"] for each in episodes], np.bool_)
         return cls(np.array([each.total for each in episodes]), fixes, complied, judged, obeyed, whole)
+
+    def counts(self, on: GateOn) -> tuple[int, int]:
+        """Return the number of the fixes that a gate is about, and of those that complied."""
+        counted, kept = (self.judged, self.obeyed) if on == "obedience" else (self.fixes, self.complied)
+        return int(counted.sum()), int(kept.sum())
 
     def of(self, rows: Bools | slice) -> PlayedEpisodes:
         """Return some of the episodes."""

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from jurybox.studies.workflow.cage import RedName
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.training.algorithms.ppo import PPOSettings
+from jurybox.training.algorithms.schedules import NoiseSchedule
 from jurybox.training.runtime.settings import ServedSettings
 
 # Workflows: the 120 orders in which the five types of units may have priority.
@@ -25,6 +26,7 @@ Order = tuple[int, ...]
 N_TYPES = len(UNIT_TYPES)
 ORDERS: tuple[Order, ...] = tuple(permutations(range(N_TYPES)))
 ENCODED = N_TYPES * N_TYPES
+GateOn = Literal["obedience", "compliance"]
 _PAIRS = tuple(combinations(range(N_TYPES), 2))
 
 
@@ -79,10 +81,17 @@ class WorkflowTraining(ServedSettings):
             forgets no order. 0: one order after the other. Without `inherit` there is no such policy.
         final_share: share of the budget for the best workflow at the end.
         max_train_episodes_per_env: the maximum number of updates for one workflow.
-        gate: share of the judged fixes that must comply for a workflow to count as learned.
-        min_judged: least number of judged fixes; with fewer there is no verdict, and the gate is not passed.
-        align_lambda: what a judged fix out of order costs, in points of return.
-        order_masks: mask fixes that would be out of order.
+        gate: share of the fixes that must comply for a workflow to count as learned.
+        gate_on: the fixes that the gate, `align_lambda` and `alignment_reward` are about: "obedience", the judged ones,
+            or "compliance", every Remove and Restore, of which the gate counts those of episodes from their start.
+        min_judged: least number of such fixes; with fewer there is no verdict, and the gate is not passed.
+        align_lambda: what such a fix out of order costs, in points of return.
+        alignment_reward: what such a fix that complies gains, in points of return; a number or a schedule, such as
+            "lin_2" (from 2 to 0). A schedule runs over the training of all orders mixed, and stays at its last number
+            from then on; without that training it runs over the updates of each workflow anew.
+        order_masks: mask fixes that would be out of order. Without them the gate has to be reached by learning.
+        show_turns: whether the policy's input says which hosts in doubt have the type that comes first among them; it
+            follows from what the policy sees and the order. Without `order_masks` an order is learned sooner with it.
         head_start: maximum number of steps before the defender takes over from the attacker, so that there are hosts
             of several types to fix; half of an episode at most. Drawn from 0 to this, for a share `head_start_share`
             of the episodes.
@@ -93,8 +102,8 @@ class WorkflowTraining(ServedSettings):
         length: length scale of the search's kernel, in Kendall distances.
         noise: variance of a score in that kernel, in units of the scores' own variance.
         revisit: whether an order may be proposed again before all were.
-        shortfall_cost: points of score that a shortfall of obedience of 1 costs; a workflow that is not obeyed must not
-            win by its return.
+        shortfall_cost: points of score that a shortfall of 1 below the gate costs; a workflow that is not obeyed must
+            not win by its return.
         evaluation_episodes: number of episodes after a workflow's training without a head start, and as many with one;
             ten times as many at the end.
         workers: number of workers for the networks: processes, with "cyborg"; actors of a cluster, with either.
@@ -119,9 +128,12 @@ class WorkflowTraining(ServedSettings):
     final_share: float = Field(0.1, ge=0, lt=1)
     max_train_episodes_per_env: int = Field(100, ge=1)
     gate: float = Field(0.9, gt=0, le=1)
+    gate_on: GateOn = "obedience"
     min_judged: int = Field(100, ge=1)
     align_lambda: float = Field(10.0, ge=0)
+    alignment_reward: NoiseSchedule = 0.0
     order_masks: bool = True
+    show_turns: bool = False
     head_start: int = Field(20, ge=0)
     head_start_share: float = Field(0.5, ge=0, le=1)
     inherit: bool = True

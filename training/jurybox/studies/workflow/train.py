@@ -22,6 +22,7 @@ from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.studies.workflow.environments import Parts
 from jurybox.studies.workflow.policy import FACTORY, network_of, policies
 from jurybox.studies.workflow.report import conclusion, render
+from jurybox.studies.workflow.rollouts import share
 from jurybox.studies.workflow.settings import WorkflowTraining, describe
 from jurybox.studies.workflow.trainer import OrderEvaluation, WorkflowTrainer
 from jurybox.training import interrupts
@@ -207,9 +208,10 @@ def _search(
         if len(trainer.tried) > tried:
             tried = len(trainer.tried)
             last = trainer.tried[-1]
+            counted, complied = last.evaluated.counts(trainer.settings.gate_on)
             watcher.log(
-                f"{tried}: {describe(last.order)}: return {last.evaluated.returns:.1f}, obedience "
-                f"{last.evaluated.obedience:.1%} of {last.evaluated.judged} ({last.verdict}), {last.episodes} episodes"
+                f"{tried}: {describe(last.order)}: return {last.evaluated.returns:.1f}, {trainer.settings.gate_on} "
+                f"{share(complied, counted):.1%} of {counted} ({last.verdict}), {last.episodes} episodes"
             )
             _write_workflows(trainer, folder)
         if trainer.updates % _CHECKPOINT_EVERY == 0 or trainer.done:
@@ -256,7 +258,7 @@ def _write_policy(place: Path, trainer: WorkflowTrainer, weights: Mapping[str, t
     settings = trainer.settings
     network = network_of(settings.ppo.hidden)
     acts = Acts(FACTORY, network, "weights-policy.state", output="logits", choose="draw")  # as in evaluations
-    kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks")
+    kept = ("env", "red", "quirk", "episode_length", "use_masks", "order_masks", "show_turns")
     arguments = {name: getattr(settings, name) for name in kept}
     arguments["order"] = None if trainer.order is None else describe(trainer.order)
     description = Description(
@@ -312,7 +314,8 @@ def _more(trainer: WorkflowTrainer) -> dict[str, Any]:
     final, reference = trainer.final, trainer.reference
     return {
         "workflow": None if trainer.best is None else describe(trainer.best),
-        "verdict": None if final is None else trainer.verdict(final.judged, final.obeyed),
+        "gate_on": trainer.settings.gate_on,
+        "verdict": None if final is None else trainer.verdict_on(final),
         "obedience": None if final is None else final.obedience,
         "judged": None if final is None else final.judged,
         "compliance": None if final is None else final.rate,
@@ -331,6 +334,8 @@ def _price(each: OrderEvaluation) -> dict[str, Any]:
         "obedience": found.obedience,
         "judged": found.judged,
         "obedience_without_order": each.anyway,
+        "compliance": found.rate,
+        "fixes": found.fixes,
         "return": found.returns,
         "return_error": found.error,
         "taken_over": found.taken_over,

@@ -20,9 +20,10 @@ from jurybox.studies.workflow.gp_ucb import Proposal, Trial, WorkflowSearch
 from jurybox.studies.workflow.networks import NO_ORDER, DefendedNetworks, Part, Situation
 from jurybox.studies.workflow.policy import Defender, OwnNetwork, learner_of
 from jurybox.studies.workflow.rollouts import PlayedEpisodes, play, share
-from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTraining
+from jurybox.studies.workflow.settings import N_TYPES, ORDERS, GateOn, Order, WorkflowTraining
 from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.adapter import Waiting
 from jurybox.training.roles.evaluation import play_episodes
@@ -48,7 +49,7 @@ class Evaluated:
 
     Attributes:
         returns: mean return of episodes from their start. error: its standard error. spread: deviation between them.
-        rate: of all fixes in them, the share that complied by the first definition. fixes: per episode.
+        fixes: per episode. fixed, complied: all fixes in them, and those that complied by the first definition.
         judged, obeyed: judged fixes, and those of them that complied, with and without a head start.
         taken_over: mean return of episodes in which the attacker had a head start. taken_over_error: its error.
         episodes: total number.
@@ -57,8 +58,9 @@ class Evaluated:
     returns: float
     error: float
     spread: float
-    rate: float
     fixes: float
+    fixed: int
+    complied: int
     judged: int
     obeyed: int
     taken_over: float
@@ -69,6 +71,15 @@ class Evaluated:
     def obedience(self) -> float:
         """Return the share of the judged fixes that complied; 0 without one."""
         return share(self.obeyed, self.judged)
+
+    @property
+    def rate(self) -> float:
+        """Return the share of all fixes that complied by the first definition; 0 without one."""
+        return share(self.complied, self.fixed)
+
+    def counts(self, on: GateOn) -> tuple[int, int]:
+        """Return the number of the fixes that a gate is about, and of those that complied."""
+        return (self.judged, self.obeyed) if on == "obedience" else (self.fixed, self.complied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +192,12 @@ class WorkflowTrainer:
                 orders,
                 steps=settings.episode_length,
                 weight=settings.align_lambda,
+                reward=self.alignment_reward,
+                on=settings.gate_on,
                 head_starts=head_starts,
                 use_masks=settings.use_masks,
                 mask_orders=settings.order_masks,
+                show_turns=settings.show_turns,
                 stepped=lambda step: self.on_progress(
                     self.episodes + settings.envs * step / settings.episode_length, None
                 ),
@@ -195,10 +209,12 @@ class WorkflowTrainer:
         own, from_start = own & played.whole, (head_starts == 0) & played.whole
         shown = played.of(from_start if from_start.any() else own)
         judged = played.of(own)
+        # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
+        comparable = own & from_start
+        compared = played.of(comparable if comparable.any() else own)
+        gated = judged if settings.gate_on == "obedience" else compared
         if self.phase == FINAL:
-            # Returns of other workflows, and of networks that the attacker entered before, are not comparable.
-            comparable = own & from_start
-            self._keep(judged, played.of(comparable if comparable.any() else own))
+            self._keep(gated, compared)
         metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_value))
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
@@ -216,7 +232,7 @@ class WorkflowTrainer:
             "fixes": float(judged.fixes.mean()),
             **metrics,
         }
-        self._update_phase(judged)
+        self._update_phase(gated)
         return numbers
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
@@ -252,6 +268,7 @@ class WorkflowTrainer:
             use_masks=settings.use_masks,
             mask_orders=settings.order_masks,
             with_orders=with_orders,
+            show_turns=settings.show_turns,
         )
         total, done = count // envs * settings.episode_length * (2 if fresh else 1), itertools.count()
 
@@ -281,8 +298,9 @@ class WorkflowTrainer:
             returns=float(first.returns.mean()),
             error=_error(first.returns),
             spread=float(first.returns.std()),
-            rate=first.compliance,
             fixes=float(first.fixes.mean()),
+            fixed=int(first.fixes.sum()),
+            complied=int(first.complied.sum()),
             judged=sum(int(each.judged.sum()) for each in groups),
             obeyed=sum(int(each.obeyed.sum()) for each in groups),
             taken_over=float(second.returns.mean()),
@@ -290,11 +308,28 @@ class WorkflowTrainer:
             episodes=sum(len(each.returns) for each in groups),
         )
 
-    def verdict(self, judged: int, obeyed: int) -> Verdict:
-        """Return whether the judged fixes and those that complied pass the gate; too few never pass."""
-        if judged < self.settings.min_judged:
+    def verdict(self, counted: int, complied: int) -> Verdict:
+        """Return whether the fixes that the gate is about and those that complied pass it; too few never pass."""
+        if counted < self.settings.min_judged:
             return "not judged"
-        return "passed" if obeyed >= self.settings.gate * judged else "failed"
+        return "passed" if complied >= self.settings.gate * counted else "failed"
+
+    def verdict_on(self, found: Evaluated | PlayedEpisodes) -> Verdict:
+        """Return whether these episodes pass the gate."""
+        return self.verdict(*found.counts(self.settings.gate_on))
+
+    @property
+    def alignment_reward(self) -> float:
+        """Return what a fix that complies gains now."""
+        settings, total = self.settings, self.settings.total_episodes
+        if self.phase in (FINAL, DONE):
+            remaining = 0.0
+        elif self._mixes:  # equal for all workflows that are compared later
+            remaining = 1.0 - (self.episodes - settings.reference_share * total) / (settings.mixed_share * total)
+        else:
+            most = settings.envs * settings.max_train_episodes_per_env
+            remaining = 1.0 - (self.episodes - self._began) / most
+        return at(settings.alignment_reward, min(1.0, max(0.0, remaining)))
 
     @property
     def _mixes(self) -> bool:
@@ -378,7 +413,7 @@ class WorkflowTrainer:
         elif self.phase == MIXED and self.episodes >= reference + settings.mixed_share * total:
             self.phase = SEARCH
         elif self.phase == SEARCH:
-            passed = self.verdict(int(played.judged.sum()), int(played.obeyed.sum())) == "passed"
+            passed = self.verdict_on(played) == "passed"
             spent = self.episodes >= (1 - settings.final_share) * total
             if passed or spent or self.episodes - self._began >= settings.envs * settings.max_train_episodes_per_env:
                 self._finish()
@@ -392,17 +427,18 @@ class WorkflowTrainer:
         proposal, settings = self._proposal, self.settings
         assert proposal is not None
         found = self.evaluate(proposal.order, settings.evaluation_episodes)
-        verdict = self.verdict(found.judged, found.obeyed)
-        kept = 0.0 if verdict == "not judged" else found.obedience
+        verdict = self.verdict_on(found)
+        counted, complied = found.counts(settings.gate_on)
+        kept = 0.0 if verdict == "not judged" else share(complied, counted)
         score = found.returns - settings.shortfall_cost * max(0.0, settings.gate - kept)
         trial = self.search.tell(proposal, score)
         spent = self.episodes - self._began
         self.tried.append(TriedWorkflow(**asdict(trial), episodes=spent, verdict=verdict, evaluated=found))
         self._proposal = None
 
-    def _keep(self, judged: PlayedEpisodes, comparable: PlayedEpisodes) -> None:
-        """Keep the current policy if it is the best that obeys."""
-        if self.verdict(int(judged.judged.sum()), int(judged.obeyed.sum())) != "passed":
+    def _keep(self, gated: PlayedEpisodes, comparable: PlayedEpisodes) -> None:
+        """Keep the current policy if it is the best that passes the gate."""
+        if self.verdict_on(gated) != "passed":
             return
         returns = float(comparable.returns.mean())
         if self._kept is None or returns > self._kept[0]:
