@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import math
 import os
 import pickle
@@ -108,6 +109,7 @@ def test_trls_own_trainer_calls_the_hooks_and_skips_missing_scores(connection, m
     trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(trainer, "gather", lambda rewards: rewards)  # there is one process
+    monkeypatch.setattr(trainer, "logger", logging.getLogger("trl"))  # its own works only under an accelerator
     hooks = [
         trl_reward("text_length", **connection),
         trl_reward("text_length", asynchronous=True, name="again", **connection),

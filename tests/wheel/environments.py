@@ -142,6 +142,8 @@ class Environment:
         if done.returncode and ("error sending request" in done.stderr or "dns error" in done.stderr):
             pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")
         assert done.returncode == 0, done.stderr
+        for hiding in folder.glob("lib/python*/site-packages/tests"):  # a package's own, which would hide ours
+            shutil.rmtree(hiding)
         if extra in ("", "grpc"):  # which does not require torch
             run(uv(), "pip", "check", "--quiet", "--python", made.python)
         return made
