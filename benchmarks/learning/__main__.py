@@ -1,8 +1,12 @@
-"""Do our PPO, DQN, TD3 and SAC learn as Stable-Baselines3's? Same settings, same number of env steps, both sides.
+"""Do our PPO, DQN, TD3 and SAC learn as Stable-Baselines3's, and recurrent PPO as sb3-contrib's?
+
+Same settings, same number of env steps, both sides.
 
 python -m benchmarks.learning                                  # every task, three seeds, both sides; hours on one core
 python -m benchmarks.learning --tasks pendulum-sac --seeds 5   # one task; existing results are not run again
 python -m benchmarks.learning --table                          # the table of existing results
+
+A recurrent task needs sb3-contrib besides (pip install sb3-contrib).
 
 Each run is a process of its own with one thread. It is evaluated ten times, by the same 20 episodes without
 exploration; the results are the last evaluation, and the mean of all ten (how soon it learned). Results go to
@@ -18,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,6 +51,10 @@ class Task:
     settings: dict[str, Any]
     envs: int = 1
     action_noise: float | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        return "recurrent" in self.settings
 
 
 # CartPole's settings are those of the RL Baselines3 Zoo, without its schedules. Pendulum's too, with smaller networks
@@ -85,6 +95,25 @@ TASKS = {
         {"n_steps": 1024, "gamma": 0.9, "learning_rate": 1e-3, "gae_lambda": 0.95},
         envs=4,
     ),
+    # Those of the Zoo for CartPole without velocities, with half the epochs and steps, tanh and orthogonal weights.
+    "cartpole-positions-lstm": Task(
+        "benchmarks.learning.worlds:positions",
+        "ppo",
+        160 * 256,
+        {
+            "recurrent": "lstm",
+            "hidden_size": 64,
+            "hidden": [64],
+            "n_steps": 32,
+            "batch_size": 256,
+            "gae_lambda": 0.8,
+            "gamma": 0.98,
+            "n_epochs": 10,
+            "learning_rate": "lin_1e-3",
+            "clip_range": "lin_0.2",
+        },
+        envs=8,
+    ),
 }
 
 
@@ -114,7 +143,7 @@ def ours(task: Task, seed: int) -> list[float]:
 
 
 def theirs(task: Task, seed: int) -> list[float]:
-    """The same of Stable-Baselines3."""
+    """The same of Stable-Baselines3, or of sb3-contrib."""
     import gymnasium
     import stable_baselines3
     import torch
@@ -122,16 +151,26 @@ def theirs(task: Task, seed: int) -> list[float]:
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.noise import NormalActionNoise
 
+    from benchmarks.learning import worlds
+
     torch.set_num_threads(1)
-    told = dict(task.settings)
+    told = {name: _falling(value) if isinstance(value, str) else value for name, value in task.settings.items()}
     if "hidden" in told:
         told["policy_kwargs"] = {"net_arch": told.pop("hidden")}
+    kind, policy = getattr(stable_baselines3, task.algorithm.upper()), "MlpPolicy"
+    if task.recurrent:
+        from sb3_contrib import RecurrentPPO
+
+        del told["recurrent"]
+        told["policy_kwargs"]["lstm_hidden_size"] = told.pop("hidden_size")
+        kind, policy = RecurrentPPO, "MlpLstmPolicy"
+    made = getattr(worlds, task.env.rpartition(":")[2]) if ":" in task.env else partial(gymnasium.make, task.env)
     if task.action_noise is not None:
-        actions = gymnasium.make(task.env).action_space.shape[0]
+        actions = made().action_space.shape[0]
         told["action_noise"] = NormalActionNoise(np.zeros(actions), np.full(actions, task.action_noise))
     found: list[float] = []
     seeds = np.random.default_rng((1_000_003, seed)).integers(2**31, size=_EPISODES).tolist()
-    env = gymnasium.make(task.env)
+    env = made()
 
     class Evaluations(BaseCallback):
         def _on_step(self) -> bool:
@@ -143,21 +182,27 @@ def theirs(task: Task, seed: int) -> list[float]:
         def _play(self) -> float:
             total = 0.0
             for each in seeds:
-                seen, over = env.reset(seed=each)[0], False
+                seen, over, state, begins = env.reset(seed=each)[0], False, None, np.ones(1, bool)
                 while not over:
-                    action = self.model.predict(seen, deterministic=True)[0]
+                    action, state = self.model.predict(seen, state, begins, deterministic=True)
                     seen, reward, terminated, truncated, _ = env.step(action)
                     total += float(reward)
-                    over = terminated or truncated
+                    over, begins = terminated or truncated, np.zeros(1, bool)
             return total / len(seeds)
 
-    kind = getattr(stable_baselines3, task.algorithm.upper())
-    model = kind("MlpPolicy", make_vec_env(task.env, task.envs, seed=seed), seed=seed, device="cpu", **told)
+    model = kind(policy, make_vec_env(made, task.envs, seed=seed), seed=seed, device="cpu", **told)
     callback = Evaluations()
     model.learn(task.steps, callback)
     if task.algorithm == "ppo":  # it learns once more after its last step
         found[-1] = callback._play()
     return found[:_EVALUATIONS]
+
+
+def _falling(schedule: str) -> Callable[[float], float]:
+    """A schedule as a function of what remains of the run, as Stable-Baselines3 wants it."""
+    from jurybox.training.algorithms.schedules import at
+
+    return lambda remaining: at(schedule, remaining)
 
 
 def one(name: str, side: str, seed: int) -> None:
