@@ -164,14 +164,14 @@ def _traced(function: Callable[..., list[Tensor]], tensors: list[Tensor]) -> tor
 
     TRACING.on = True
     try:
-        with _ChangesNothing():
+        with _ChangesNothing():  # type: ignore[no-untyped-call]
             traced: torch.fx.GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
     finally:
         TRACING.on = False
     return traced
 
 
-class _ChangesNothing(TorchDispatchMode):
+class _ChangesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Undoes what a trace carries out: an operation that changes a tensor from outside of it by a known number.
 
     ``square.mul_(0.999)`` would decay the square once more than the step says.
