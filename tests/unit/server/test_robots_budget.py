@@ -42,7 +42,7 @@ class Fixed(module.Openpi):
 async def test_an_observation_without_room_gets_an_error_and_the_next_one_an_answer(size, in_all, whose):
     budget = native.Budget((150, 150, 9), (in_all, in_all, 9))
     server, robot, account = RobotServer.__new__(RobotServer), Robot(budget), native.Account(budget, ROBOTS)
-    server.budget, server.counters = budget, PortCounters()
+    server.budget, server.counters, server.turns = budget, PortCounters(), Turns()
     neighbour = native.Account(budget, ROBOTS)
     neighbour.owe(RECEIVED, 60)
     frame = packb({"x": "y" * size})
