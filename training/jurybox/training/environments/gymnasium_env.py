@@ -631,6 +631,11 @@ class GymEnvs:
         result = Result("", reward, terminated, truncated, self._rows.copy(), infos, mask)
         return Moved((result,), len(running), np.flatnonzero(ended).tolist())
 
+    def render(self, environment: int) -> tuple[Any, float]:
+        """Return what an environment renders now, and its frames per second."""
+        env = self.envs[environment]
+        return foreign(env.render), float(env.metadata.get("render_fps") or 30.0)
+
     def hold(self, alive: Callable[[], None]) -> list[int]:
         """Return the environments in which another has begun an episode since, see `adapter.Lent`."""
         return [number for number in np.flatnonzero(self._running).tolist() if self._kept[number].user is not self]

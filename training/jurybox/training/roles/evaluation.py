@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jurybox.training.algorithms.base import Array, Progress
-from jurybox.training.environments.adapter import Adapter, Lent, Waiting, made_adapter
+from jurybox.training.environments.adapter import Adapter, Lent, Moved, Waiting, made_adapter
 from jurybox.training.roles.env_actor import Cast
 from jurybox.training.roles.players import players
 from jurybox.training.roles.policy_client import NEWEST
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Evaluator, RoleContext
-from jurybox.training.spaces import MASK, ContractBroken
+from jurybox.training.spaces import MASK, ContractBroken, short
 
 Chooses = Callable[[Waiting], Array]
 
@@ -116,6 +117,58 @@ class Suite(NamedTuple):
     players: Mapping[str, str] = MappingProxyType({})
 
 
+class Filmed:
+    """An adapter whose first episode in its first environment is filmed; use it in a ``with`` statement.
+
+    Args:
+        adapter: with `render`.
+        path: of the film, NAME.mp4.
+    """
+
+    def __init__(self, adapter: Any, path: Path) -> None:
+        self._adapter, self._path = adapter, path
+        self._resources = ExitStack()
+        self._film: Any = None
+        self._over = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._resources.__exit__(*raised)
+
+    def begin(self, environment: int, seed: int) -> None:
+        """Begin an episode."""
+        self._adapter.begin(environment, seed)
+        if environment == 0:
+            self._add()
+
+    def step(self, actions: Array) -> Moved:
+        """Let the agent act."""
+        moved: Moved = self._adapter.step(actions)
+        self._add()
+        self._over = self._over or 0 in moved.over
+        return moved
+
+    def _add(self) -> None:
+        if self._over:
+            return
+        frame, fps = self._adapter.render(0)
+        if not (isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3):
+            raise ContractBroken(
+                f"render returned {short(frame)}: expected uint8 (height, width, 3), which film = true needs; let the "
+                "environment take render_mode = 'rgb_array'"
+            )
+        if self._film is None:
+            from jurybox.training.film import Film  # its packages take a while to import
+
+            self._film = self._resources.enter_context(Film(self._path, fps))
+        self._film.add(frame)
+
+
 class EnvEvaluator(Evaluator):
     """The evaluator role: plays the same whole episodes each time. The mean return selects the best weights.
 
@@ -133,6 +186,7 @@ class EnvEvaluator(Evaluator):
         against_random: whether the same episodes are once played at random: numbers random_AGENT.
         suites: by name, the `players` of a `Suite`; each has these episodes. None: the newest policy plays all agents.
         clients: see `players.players`.
+        film: name of the run's folder for films of each evaluation's first episode; None: none are made.
         worker: whose environments they are, where these are shared; None: the evaluator's own.
     """
 
@@ -151,6 +205,7 @@ class EnvEvaluator(Evaluator):
         against_random: bool = False,
         suites: Mapping[str, Mapping[str, str]] | None = None,
         clients: Mapping[str, Any] | None = None,
+        film: str | None = None,
         worker: int | None = None,
     ) -> None:
         super().__init__(context)
@@ -163,6 +218,7 @@ class EnvEvaluator(Evaluator):
         self._seeds = np.random.default_rng((_SEED, context.plan.seed)).integers(2**31, size=episodes).tolist()
         self._rng = np.random.default_rng(0)
         self._random_play: list[Episode] = []
+        self._films = None if film is None else context.folder(film)
 
     def evaluate(self) -> Mapping[str, float]:
         if not (isinstance(self._adapter, Lent) and self._adapter.shared):
@@ -176,7 +232,12 @@ class EnvEvaluator(Evaluator):
     def _evaluate(self) -> Mapping[str, float]:
         if self._against_random and not self._random_play:
             self._random_play = self._play(self._random, self._suites[0])
-        suites = {suite.name: self._play(self._chosen, suite) for suite in self._suites}
+        if self._films is None:
+            suites = {suite.name: self._play(self._chosen, suite) for suite in self._suites}
+        else:
+            self._films.mkdir(parents=True, exist_ok=True)
+            with Filmed(self._adapter, self._films / f"{self.context.env_steps:010d}.mp4") as filmed:
+                suites = {suite.name: self._play(self._chosen, suite, filmed) for suite in self._suites}
         played = [episode for episodes in suites.values() for episode in episodes]
         numbers = _summary(played)
         for name, episodes in suites.items():
@@ -191,7 +252,7 @@ class EnvEvaluator(Evaluator):
     def close(self) -> None:
         self._adapter.close()
 
-    def _play(self, choose: Chooses, suite: Suite) -> list[Episode]:
+    def _play(self, choose: Chooses, suite: Suite, adapter: Adapter | None = None) -> list[Episode]:
         def begins(episode: int) -> None:
             # Actions are drawn anew in each episode, so that the same is drawn in it whatever happened in earlier ones.
             self._rng = np.random.default_rng(self._seeds[episode])
@@ -200,7 +261,7 @@ class EnvEvaluator(Evaluator):
         most = max(_ENDLESS, self._bound or 0)
         of = [agent for agent in self._adapter.agents if suite.players.get(agent, NEWEST) == NEWEST]
         told: dict[str, Any] = {"begins": begins, "alive": self.context.alive, "resetting": self.context.resetting}
-        return play_episodes(self._adapter, self._seeds, choose, most=most, of=of, **told)
+        return play_episodes(adapter or self._adapter, self._seeds, choose, most=most, of=of, **told)
 
     def _chosen(self, waiting: Waiting) -> Array:
         algorithm, asked = self._players[waiting.agent].algorithm, self._cast.ask(waiting)

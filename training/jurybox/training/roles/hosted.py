@@ -116,6 +116,11 @@ class Hosted:
         found: Moved = self._asked.ask("do", "step", actions)
         return found
 
+    def render(self, environment: int) -> tuple[Any, float]:
+        """Return what an environment renders now, and its frames per second."""
+        found: tuple[Any, float] = self._asked.ask("do", "render", environment)
+        return found
+
     def state(self) -> dict[str, Any] | None:
         """Return what `restore` needs; None: some environment cannot be saved."""
         found: dict[str, Any] | None = self._asked.ask("do", "state")

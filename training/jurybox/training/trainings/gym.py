@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 NAME = "policy"  # of the policy: of its replay and its channel
 MODEL = "policy/gym"
+FILMS = "films"  # folder in the run's
 
 _ADAPTER = "jurybox.training.environments.gymnasium_env:GymEnvs"
 _VECTOR = "jurybox.training.environments.vector_env:VectorEnvs"
@@ -93,15 +94,8 @@ class GymTraining(EnvironmentSettings):
     title = "gym"
     may_change = (
         *("steps", "seconds", "policy", "server", "server_http", "device", "compile", "max_ahead", "publish_interval"),
-        *(
-            "max_lag",
-            "evaluate_every",
-            "evaluation_episodes",
-            "checkpoint_every",
-            "log_every",
-            "reset_timeout",
-            "check_steps",
-        ),
+        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
+        *("reset_timeout", "check_steps", "film"),
     )
 
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")
@@ -142,6 +136,9 @@ class GymTraining(EnvironmentSettings):
         description="Env steps between two evaluations; none: a twentieth of all, at least 1,000; 0: one at the end.",
     )
     evaluation_episodes: int = Field(10, ge=1, description="Episodes per evaluation, without exploration.")
+    film: bool = Field(
+        False, description="Film the first episode of each evaluation: films/ENV_STEPS.mp4 in the run's folder."
+    )
     audit: tuple[str, ...] = Field(
         (),
         description='Names in info["audit"] at the end of an episode: logged, not rewarded.',
@@ -241,6 +238,7 @@ class GymTraining(EnvironmentSettings):
         if self.vector:
             wraps = "vector is true: let the factory wrap its environments"
             unused |= dict.fromkeys(("max_episode_steps", "grayscale", "resize", "n_stack"), wraps)
+            unused["film"] = "vector is true: `jurybox policy play --video` films one of its environments"
             unused["build_once"] = "vector is true: each process has a vector environment of its own"
         if self.device != "cpu":
             unused["compile"] = "only updates on the CPU are compiled"
@@ -384,6 +382,7 @@ def plan(
     *,
     builders: Builders | None = None,
     spaces: tuple[Seen, AgentSpec] | None = None,
+    folder: Path | None = None,
 ) -> Plan:
     """Create the plan for these settings.
 
@@ -391,6 +390,7 @@ def plan(
         served: the server that has the policy; None: workers compute it themselves.
         builders: how roles get their environments; None: each builds its own.
         spaces: what `spaces_of` returned; None: it is called.
+        folder: of the run, for films; None: none are made.
 
     Raises:
         ConfigError: the environment cannot be created, or the algorithm does not support it.
@@ -436,7 +436,15 @@ def plan(
         # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
         capacity = settings.replayed.buffer_size or min(_ROWS, _MOST_BYTES // row)
     # One that plays in the first worker's environments has no more than that.
-    evaluates = {"worker": 1, "side_by_side": min(10, settings.envs_per_worker)} if builders.shared else {}
+    evaluates: dict[str, Any] = (
+        {"worker": 1, "side_by_side": min(10, settings.envs_per_worker)} if builders.shared else {}
+    )
+    films = None if folder is None or not settings.film else str(folder.absolute() / FILMS)
+    if films is not None:
+        evaluates["film"] = FILMS
+        if not builders.shared:  # else it has the training's own environments, as `env_args` says
+            rendered = {**arguments["env_args"], "render_mode": "rgb_array"}
+            evaluates["arguments"] = {**arguments, "env_args": rendered}
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
         roles=(
@@ -476,6 +484,7 @@ def plan(
         else settings.checkpoint_every,
         log_every=settings.log_every,
         best="return",
+        folders={} if films is None else {FILMS: films},
         server=None if served is None else served.feed({NAME: MODEL}),
         policy=description(settings, made_of),
     )
@@ -573,7 +582,7 @@ def train(
             }
             log, http = folder / "server.log", settings.server_http
             served = resources.enter_context(served_models({MODEL: model}, settings.server, log, http=http))
-        planned = plan(settings, served, builders=built, spaces=spaces)
+        planned = plan(settings, served, builders=built, spaces=spaces, folder=folder)
         built.check(planned, settings.check_steps)
         return recorded_run(
             planned,
