@@ -417,12 +417,12 @@ class MixedActorCritic(ActorCritic):
     """
 
     def __init__(
-        self, features: Features, counts: tuple[int, ...], numbers: int, hidden: Sequence[int], *, masked: bool
+        self, features: Features | Given, counts: tuple[int, ...], numbers: int, hidden: Sequence[int], *, masked: bool
     ) -> None:
         super().__init__(features, sum(counts) + numbers, hidden, counts, masked=masked)
         self.log_std = nn.Parameter(torch.zeros(numbers))
 
-    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits (n, sum of counts), mean and logarithm of the deviation (n, numbers), value (n,)."""
         parts, mask = parted(seen, self.masked)
         found = self.features(*parts)
