@@ -1,6 +1,6 @@
 """Do collecting and learning overlap? Hockey in processes against the same plan in one process.
 
-    python -m benchmarks.hockey_overlap [--ratios 1/36 1/2] [--rounds 3] [--seconds 6] [--out FILE.md]
+    python -m benchmarks.hockey_overlap [--ratios 1/36 1/8 1/2] [--rounds 3] [--seconds 6] [--out FILE.md]
     python -m benchmarks.hockey_overlap --served    # a policy server computes the actions
 
 Both follow one plan: the same roles, networks and ratio of learner steps to env steps. They take turns, and each counts
@@ -27,6 +27,7 @@ from jurybox.studies.hockey.settings import HockeyTraining
 from jurybox.studies.hockey.train import plan, sizes_of
 from jurybox.training.interrupts import Signals
 from jurybox.training.report import charts, page
+from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.progress import Timeline
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
@@ -85,16 +86,20 @@ class _Clock:
         self.signals.ask()
 
 
-def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: bool) -> Stretch:
+def stretch(planned: Plan, seconds: float, folder: Path, *, serial: bool) -> Stretch:
+    """Carry out a plan for so many seconds from its 100th learner step on."""
     clock = _Clock(seconds)
+    run(planned, folder, _Nothing(), serial=serial, signals=clock.signals, watch=clock)
+    assert clock.stretch is not None, "it ended before the clock did"
+    return clock.stretch
+
+
+def measure(settings: HockeyTraining, seconds: float, folder: Path, *, serial: bool) -> Stretch:
     with ExitStack() as resources:
         served = None
         if settings.policy == "served":
             served = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
-        planned = plan(settings, folder, served)
-        run(planned, folder, _Nothing(), serial=serial, signals=clock.signals, watch=clock)
-    assert clock.stretch is not None, "it ended before the clock did"
-    return clock.stretch
+        return stretch(plan(settings, folder, served), seconds, folder, serial=serial)
 
 
 def compare(ratio: Fraction, args: argparse.Namespace) -> tuple[list[str], Timeline | None]:
@@ -157,7 +162,7 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratios", nargs="+", type=Fraction, default=[Fraction(1, 36), Fraction(1, 2)])
+    parser.add_argument("--ratios", nargs="+", type=Fraction, default=[Fraction(1, 36), Fraction(1, 8), Fraction(1, 2)])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--workers", type=int, default=1)

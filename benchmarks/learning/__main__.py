@@ -1,16 +1,20 @@
-"""Do our PPO, DQN, TD3 and SAC learn as Stable-Baselines3's, and recurrent PPO as sb3-contrib's?
+"""Do our PPO, DQN, TD3 and SAC learn as Stable-Baselines3's, and how soon? Same settings, same number of env steps.
 
-Same settings, same number of env steps, both sides.
-
-python -m benchmarks.learning                                  # every task, three seeds, both sides; hours on one core
+python -m benchmarks.learning                                  # every task, three seeds, ours and SB3's; an hour
 python -m benchmarks.learning --tasks pendulum-sac --seeds 5   # one task; existing results are not run again
-python -m benchmarks.learning --table                          # the table of existing results
+python -m benchmarks.learning --sides jurybox compiled --first 100       # compiled updates, with seeds from 100 on
+python -m benchmarks.learning --rates --sides jurybox compiled sb3 sbx --python sbx=/path/bin/python
+python -m benchmarks.learning --table [--rates]                # the table of existing results
+python -m benchmarks.learning.updates                          # updates alone, what they spend, how exact they are
 
-A recurrent task needs sb3-contrib besides (pip install sb3-contrib).
-
-Each run is a process of its own with one thread. It is evaluated ten times, by the same 20 episodes without
+Each run is a process of its own with one thread on one core. It is evaluated ten times, by the same 20 episodes without
 exploration; the results are the last evaluation, and the mean of all ten (how soon it learned). Results go to
-results/learning.csv, the table to results/learning.md.
+results/learning.csv, the tables to results/learning.md. With --rates the sides take turns, and what is told is env
+steps a second, and seconds until an evaluation reached the task's score, both without the evaluations' own time: of the
+processor, so that other load changes them little, compilers included; and the rate of the later half, when all is
+compiled. They go to results/rates.csv and rates.md. `--steps` makes these runs shorter, and then no score is told.
+
+A side of another library runs in its own Python, which `--python` names: it needs the library, and no package of ours.
 """
 
 from __future__ import annotations
@@ -21,12 +25,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,92 +35,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kept_runs import keep, known
+from benchmarks.learning.others import LIBRARIES
+from benchmarks.learning.tasks import CURVES, EPISODES, EVALUATIONS, TASKS, Clock, Task
 
 _RESULTS = Path(__file__).parent / "results"
-_RUNS = _RESULTS / "learning.csv"
-_EVALUATIONS, _EPISODES = 10, 20
-_OURS, _THEIRS = "jurybox", "sb3"
+_RUNS, _RATES = _RESULTS / "learning.csv", _RESULTS / "rates.csv"
+_RATES_EPISODES = 5  # of each evaluation there
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+_COMPILE = {"jurybox": "never", "compiled": "always"}  # our own sides, and their setting `compile`
+_SIDES = (*_COMPILE, *LIBRARIES)
 
 
-@dataclass(frozen=True)
-class Task:
-    """The settings of both sides: they have the same names, except `hidden` (net_arch)."""
-
-    env: str
-    algorithm: str
-    steps: int
-    settings: dict[str, Any]
-    envs: int = 1
-    action_noise: float | None = None
-
-    @property
-    def recurrent(self) -> bool:
-        return "recurrent" in self.settings
-
-
-# CartPole's settings are those of the RL Baselines3 Zoo, without its schedules. Pendulum's too, with smaller networks
-# and batches, so that three seeds of both sides are done in half an hour of one core.
-_SMALL: dict[str, Any] = {"learning_rate": 1e-3, "batch_size": 128, "hidden": [64, 64]}
-TASKS = {
-    "cartpole-ppo": Task(
-        "CartPole-v1",
-        "ppo",
-        196 * 256,
-        {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "learning_rate": 1e-3},
-        envs=8,
-    ),
-    "cartpole-dqn": Task(
-        "CartPole-v1",
-        "dqn",
-        50_000,
-        {
-            "learning_rate": 2.3e-3,
-            "batch_size": 64,
-            "buffer_size": 100_000,
-            "learning_starts": 1000,
-            "gamma": 0.99,
-            "target_update_interval": 10,
-            "train_freq": 256,
-            "gradient_steps": 128,
-            "exploration_fraction": 0.16,
-            "exploration_final_eps": 0.04,
-            "hidden": [256, 256],
-        },
-    ),
-    "pendulum-sac": Task("Pendulum-v1", "sac", 10_000, _SMALL),
-    "pendulum-td3": Task("Pendulum-v1", "td3", 10_000, {**_SMALL, "gamma": 0.98}, action_noise=0.1),
-    "pendulum-ppo": Task(
-        "Pendulum-v1",
-        "ppo",
-        24 * 4096,
-        {"n_steps": 1024, "gamma": 0.9, "learning_rate": 1e-3, "gae_lambda": 0.95},
-        envs=4,
-    ),
-    # Those of the Zoo for CartPole without velocities, with half the epochs and steps, tanh and orthogonal weights.
-    "cartpole-positions-lstm": Task(
-        "benchmarks.learning.worlds:positions",
-        "ppo",
-        160 * 256,
-        {
-            "recurrent": "lstm",
-            "hidden_size": 64,
-            "hidden": [64],
-            "n_steps": 32,
-            "batch_size": 256,
-            "gae_lambda": 0.8,
-            "gamma": 0.98,
-            "n_epochs": 10,
-            "learning_rate": "lin_1e-3",
-            "clip_range": "lin_0.2",
-        },
-        envs=8,
-    ),
-}
-
-
-def ours(task: Task, seed: int) -> list[float]:
-    """Mean returns of the evaluations."""
-    from jurybox.training.run_folder import read_metrics
+def ours(task: Task, seed: int, compile: str, episodes: int) -> dict[str, Any]:
+    """A training with such a setting `compile`; returns what `Clock.told` does."""
+    import jurybox.training.roles.learner  # noqa: F401 (imports are no training, on any side)
+    from jurybox.training.roles.evaluation import EnvEvaluator
     from jurybox.training.trainings.gym import GymTraining, train
 
     noise = {} if task.action_noise is None else {"action_noise": task.action_noise}
@@ -130,124 +60,150 @@ def ours(task: Task, seed: int) -> list[float]:
             "steps": task.steps,
             "envs": task.envs,
             "seed": seed,
-            "evaluate_every": task.steps // _EVALUATIONS,
-            "evaluation_episodes": _EPISODES,
+            "compile": compile,
+            "evaluate_every": task.steps // EVALUATIONS,
+            "evaluation_episodes": episodes,
             **task.settings,
             **noise,
         }
     )
-    with tempfile.TemporaryDirectory() as folder:
-        train(settings, Path(folder) / "run", serial=True)
-        rows = read_metrics(Path(folder) / "run" / "metrics.csv")
-    return [row["eval_return"] for row in rows if "eval_return" in row][:_EVALUATIONS]
+    evaluate = EnvEvaluator.evaluate
+
+    def timed(evaluator: EnvEvaluator) -> Mapping[str, float]:
+        with clock.evaluation():
+            found = {"return": 0.0} if task.score is None else evaluate(evaluator)
+        clock.evaluations.append(found["return"])
+        return found
+
+    clock = Clock()
+    EnvEvaluator.evaluate = timed  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            train(settings, Path(folder) / "run", serial=True)
+    finally:
+        EnvEvaluator.evaluate = evaluate  # type: ignore[method-assign]
+    return clock.told(task.steps)
 
 
-def theirs(task: Task, seed: int) -> list[float]:
-    """The same of Stable-Baselines3, or of sb3-contrib."""
-    import gymnasium
-    import stable_baselines3
-    import torch
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.noise import NormalActionNoise
-
-    from benchmarks.learning import worlds
-
-    torch.set_num_threads(1)
-    told = {name: _falling(value) if isinstance(value, str) else value for name, value in task.settings.items()}
-    if "hidden" in told:
-        told["policy_kwargs"] = {"net_arch": told.pop("hidden")}
-    kind, policy = getattr(stable_baselines3, task.algorithm.upper()), "MlpPolicy"
-    if task.recurrent:
-        from sb3_contrib import RecurrentPPO
-
-        del told["recurrent"]
-        told["policy_kwargs"]["lstm_hidden_size"] = told.pop("hidden_size")
-        kind, policy = RecurrentPPO, "MlpLstmPolicy"
-    made = getattr(worlds, task.env.rpartition(":")[2]) if ":" in task.env else partial(gymnasium.make, task.env)
-    if task.action_noise is not None:
-        actions = made().action_space.shape[0]
-        told["action_noise"] = NormalActionNoise(np.zeros(actions), np.full(actions, task.action_noise))
-    found: list[float] = []
-    seeds = np.random.default_rng((1_000_003, seed)).integers(2**31, size=_EPISODES).tolist()
-    env = made()
-
-    class Evaluations(BaseCallback):
-        def _on_step(self) -> bool:
-            every = task.steps // _EVALUATIONS
-            if self.num_timesteps // every > (self.num_timesteps - task.envs) // every:
-                found.append(self._play())
-            return True
-
-        def _play(self) -> float:
-            total = 0.0
-            for each in seeds:
-                seen, over, state, begins = env.reset(seed=each)[0], False, None, np.ones(1, bool)
-                while not over:
-                    action, state = self.model.predict(seen, state, begins, deterministic=True)
-                    seen, reward, terminated, truncated, _ = env.step(action)
-                    total += float(reward)
-                    over, begins = terminated or truncated, np.zeros(1, bool)
-            return total / len(seeds)
-
-    model = kind(policy, make_vec_env(made, task.envs, seed=seed), seed=seed, device="cpu", **told)
-    callback = Evaluations()
-    model.learn(task.steps, callback)
-    if task.algorithm == "ppo":  # it learns once more after its last step
-        found[-1] = callback._play()
-    return found[:_EVALUATIONS]
+def one(name: str, side: str, seed: int, core: int, episodes: int, steps: int) -> None:
+    """A run of our own, in this process; prints what `Clock.told` returns."""
+    os.sched_setaffinity(0, {core})
+    found = ours(TASKS[name].short(steps), seed, _COMPILE[side], episodes)
+    print(json.dumps({**found, "versions": {"torch": metadata.version("torch")}}))
 
 
-def _falling(schedule: str) -> Callable[[float], float]:
-    """A schedule as a function of what remains of the run, as Stable-Baselines3 wants it."""
-    from jurybox.training.algorithms.schedules import at
+def said(
+    name: str, side: str, seed: int, core: int, pythons: Mapping[str, str], episodes: int = EPISODES, steps: int = 0
+) -> dict[str, Any]:
+    """What a run in a process of its own prints.
 
-    return lambda remaining: at(schedule, remaining)
+    Raises:
+        RuntimeError: it failed.
+    """
+    python, numbers = pythons.get(side, sys.executable), [str(seed), str(core), str(episodes), str(steps)]
+    if side in _COMPILE:
+        command = [python, "-m", "benchmarks.learning", "--one", name, side, *numbers]
+    else:
+        command = [python, "-m", "benchmarks.learning.others", side, name, *numbers]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **_ONE_THREAD}, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{name} {side} seed {seed} ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    return dict(json.loads(ended.stdout.splitlines()[-1]))
 
 
-def one(name: str, side: str, seed: int) -> None:
-    """A run, in this process; prints its evaluations and how long it took."""
-    began, used = time.monotonic(), time.process_time()
-    found = (ours if side == _OURS else theirs)(TASKS[name], seed)
-    took = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - used}
-    print(json.dumps({"evaluations": found, **took}))
-
-
-def run(names: list[str], seeds: int, jobs: int) -> None:
+def run(names: Sequence[str], sides: Sequence[str], seeds: range, jobs: int, pythons: Mapping[str, str]) -> None:
     """Every run that is not there yet."""
     done = {(row["task"], row["side"], int(row["seed"])) for row in known(_RUNS)}
-    wanted = [(name, side, seed) for seed in range(seeds) for name in names for side in (_OURS, _THEIRS)]
+    wanted = [(name, side, seed) for seed in seeds for name in names for side in sides]
+    cores = sorted(os.sched_getaffinity(0))
 
     def carry_out(what: tuple[str, str, int]) -> None:
         name, side, seed = what
-        command = [sys.executable, "-m", "benchmarks.learning", "--one", name, side, str(seed)]
-        limits = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **limits}, check=False)
-        if ended.returncode:
-            print(f"{what}: {ended.stderr[-2000:]}", flush=True)
+        try:
+            found = said(name, side, seed, cores[wanted.index(what) % len(cores)], pythons)
+        except RuntimeError as error:
+            print(error, flush=True)
             return
-        said = json.loads(ended.stdout.splitlines()[-1])
-        row = {
-            "task": name,
-            "side": side,
-            "seed": seed,
-            "cpu_seconds": f"{said['cpu_seconds']:.1f}",
-            **{f"evaluation_{number}": f"{value:.3f}" for number, value in enumerate(said["evaluations"], 1)},
-        }
-        keep(_RUNS, row)
-        print(f"{name} {side} seed {seed}: {said['evaluations'][-1]:.1f}, {said['cpu_seconds']:.0f} s", flush=True)
+        told = {f"evaluation_{number}": f"{value:.3f}" for number, value in enumerate(found["evaluations"], 1)}
+        cpu = found["at"][-1][0]
+        keep(_RUNS, {"task": name, "side": side, "seed": seed, "cpu_seconds": f"{cpu:.1f}", **told})
+        print(f"{name} {side} seed {seed}: {found['evaluations'][-1]:.1f}, {cpu:.0f} s", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(carry_out, [each for each in wanted if each not in done]))
 
 
-def table() -> str:
-    """Means over the seeds and of the differences by seed, with 95 % intervals (Student's t)."""
+def rates(names: Sequence[str], sides: Sequence[str], seeds: range, pythons: Mapping[str, str], steps: int = 0) -> None:
+    """Rates of all sides, which take turns."""
+    done = {(row["task"], row["side"], int(row["seed"])) for row in known(_RATES)}
+    core = max(os.sched_getaffinity(0))
+    for seed in seeds:
+        for name in names:
+            for side in sides:
+                if (name, side, seed) in done:
+                    continue
+                found = said(name, side, seed, core, pythons, _RATES_EPISODES, steps)
+                score = TASKS[name].short(steps).score
+                pairs = zip(found["at"], found["evaluations"], strict=True)
+                reached = [at[0] for at, value in pairs if score is not None and value >= score]
+                cpu, half = found["at"][-1][0], found["at"][-1][0] - found["at"][EVALUATIONS // 2 - 1][0]
+                row = {
+                    "task": name,
+                    "side": side,
+                    "seed": seed,
+                    "steps": found["steps"],
+                    "cpu_seconds": f"{cpu:.2f}",
+                    "later_half": f"{half:.2f}",
+                    "wall_seconds": f"{found['at'][-1][1]:.2f}",
+                    "to_score": f"{reached[0]:.2f}" if reached else "",
+                    "versions": " ".join(f"{package} {version}" for package, version in found["versions"].items()),
+                }
+                keep(_RATES, row)
+                print(f"{name} {side} seed {seed}: {found['steps'] / cpu:,.0f} steps a second", flush=True)
+
+
+def rates_table() -> str:
+    """Env steps a second and seconds to the score of every side, and the rates over Stable-Baselines3's."""
+    rows = known(_RATES)
+    lines = [
+        "| task | env steps | side | runs | env steps / s | later half | of SB3's | later half | s to the score |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    kinds = sorted({(row["task"], int(row["steps"])) for row in rows})
+    for name, steps in kinds:
+        of = {side: [row for row in rows if _is(row, name, side) and int(row["steps"]) == steps] for side in _SIDES}
+        spent = {
+            side: [float(np.median([float(row[what]) for row in found])) for what in ("cpu_seconds", "later_half")]
+            for side, found in of.items()
+            if found
+        }
+        for side, (whole, half) in spent.items():
+            cells = [name, f"{steps:,}", side, str(len(of[side])), f"{steps / whole:,.0f}", f"{steps / 2 / half:,.0f}"]
+            other = spent.get("sb3")
+            cells += ["", ""] if other is None else [f"{other[0] / whole:.2f}", f"{other[1] / half:.2f}"]
+            reached = [float(row["to_score"]) for row in of[side] if row["to_score"]]
+            soon = f"{np.median(reached):.1f}" if reached else "-"
+            if 0 < len(reached) < len(of[side]):
+                soon += f" ({len(reached)} of {len(of[side])} reached it)"
+            lines.append("| " + " | ".join([*cells, soon]) + " |")
+    versions = sorted({row["versions"] for row in rows})
+    lines += ["", f"{date.today()}; {', '.join(versions)}. Seconds are the processor's, of one core; medians."]
+    return "\n".join(lines)
+
+
+def _is(row: Mapping[str, str], name: str, side: str) -> bool:
+    return row["task"] == name and row["side"] == side
+
+
+def table(side: str, other: str) -> str:
+    """Means over the seeds that both sides have, and of the differences by seed, with 95 % intervals (Student's t)."""
     from scipy import stats
 
+    names = {"jurybox": "ours", "compiled": "compiled", "sb3": "SB3's", "sbx": "SBX's"}
+    a, b = names[side], names[other]
     lines = [
-        "| task | env steps | seeds | last: ours | SB3's | ours - SB3's | all: ours | SB3's | ours - SB3's "
-        "| CPU s a run: ours | SB3's |",
+        f"| task | env steps | seeds | last: {a} | {b} | {a} - {b} | all: {a} | {b} | {a} - {b} "
+        f"| CPU s a run: {a} | {b} |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = known(_RUNS)
@@ -256,48 +212,66 @@ def table() -> str:
         half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
         return f"{values.mean():.1f} ± {half:.1f}"
 
-    def difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
+    def difference(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> str:
         # With the same seed both sides are evaluated by the same episodes, whose possible returns differ.
-        pairs = a - b
+        pairs = first - second
         half = stats.t.ppf(0.975, len(pairs) - 1) * pairs.std(ddof=1) / len(pairs) ** 0.5
         return f"{pairs.mean():+.1f} ± {half:.1f}"
 
     for name, task in TASKS.items():
-        sides = []
-        for side in (_OURS, _THEIRS):
-            of = [row for row in rows if row["task"] == name and row["side"] == side]
-            of.sort(key=lambda row: int(row["seed"]))
-            curves = np.array([[float(row[f"evaluation_{n}"]) for n in range(1, _EVALUATIONS + 1)] for row in of])
-            sides.append((curves, np.array([float(row["cpu_seconds"]) for row in of])))
-        (own, own_cpu), (other, other_cpu) = sides
-        if len(own) != len(other) or len(own) < 2:
+        found = [{int(row["seed"]): row for row in rows if _is(row, name, each)} for each in (side, other)]
+        seeds = sorted(found[0].keys() & found[1].keys())
+        if len(seeds) < 2:
             continue
-        cells = [name, f"{task.steps:,}", str(len(own))]
-        for a, b in ((own[:, -1], other[:, -1]), (own.mean(1), other.mean(1))):
-            cells += [told(a), told(b), difference(a, b)]
-        lines.append("| " + " | ".join([*cells, f"{own_cpu.mean():.0f}", f"{other_cpu.mean():.0f}"]) + " |")
-    versions = ", ".join(f"{each} {metadata.version(each)}" for each in ("stable_baselines3", "torch", "gymnasium"))
-    lines += ["", f"{date.today()}, {versions}; ±: 95 %."]
+        sides = []
+        for of in found:
+            curves = [[float(of[seed][f"evaluation_{n}"]) for n in range(1, EVALUATIONS + 1)] for seed in seeds]
+            sides.append((np.array(curves), np.array([float(of[seed]["cpu_seconds"]) for seed in seeds])))
+        (own, own_cpu), (their, their_cpu) = sides
+        cells = [name, f"{task.steps:,}", str(len(seeds))]
+        for first, second in ((own[:, -1], their[:, -1]), (own.mean(1), their.mean(1))):
+            cells += [told(first), told(second), difference(first, second)]
+        lines.append("| " + " | ".join([*cells, f"{own_cpu.mean():.0f}", f"{their_cpu.mean():.0f}"]) + " |")
     return "\n".join(lines)
+
+
+def tables() -> str:
+    """Ours beside Stable-Baselines3's, and compiled updates beside those that are not."""
+    versions = ", ".join(f"{each} {metadata.version(each)}" for each in ("stable_baselines3", "torch", "gymnasium"))
+    pairs = (("jurybox", "sb3"), ("compiled", "jurybox"))
+    return "\n\n".join([*(table(*pair) for pair in pairs), f"{date.today()}, {versions}; ±: 95 %."])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="all; without --rates those that learn something")
+    parser.add_argument("--sides", nargs="+", choices=_SIDES, default=["jurybox", "sb3"])
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--rates", action="store_true", help="steps a second and time to the score")
+    parser.add_argument("--steps", type=int, default=0, help="env steps of a run for --rates; 0: the task's")
     parser.add_argument("--table", action="store_true", help="of what is there; run nothing")
-    parser.add_argument("--one", nargs=3, metavar=("TASK", "SIDE", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--python", nargs="+", default=[], metavar="SIDE=PATH", help="interpreters of other libraries")
+    parser.add_argument(
+        "--one", nargs=6, metavar=("TASK", "SIDE", "SEED", "CORE", "EPISODES", "STEPS"), help=argparse.SUPPRESS
+    )
     given = parser.parse_args()
     if given.one:
-        one(given.one[0], given.one[1], int(given.one[2]))
+        one(*given.one[:2], *map(int, given.one[2:]))
         return
     _RESULTS.mkdir(exist_ok=True)
+    pythons, seeds = dict(each.split("=", 1) for each in given.python), range(given.first, given.first + given.seeds)
     if not given.table:
-        run(given.tasks, given.seeds, given.jobs)
-    text = table()
-    (_RESULTS / "learning.md").write_text(text + "\n")
-    print(text)
+        if given.rates:
+            rates(given.tasks or list(TASKS), given.sides, seeds, pythons, given.steps)
+        else:
+            run(given.tasks or CURVES, given.sides, seeds, given.jobs, pythons)
+    for made, name, wanted in ((tables, "learning.md", not given.rates), (rates_table, "rates.md", given.rates)):
+        if wanted:
+            text = made()
+            (_RESULTS / name).write_text(text + "\n")
+            print(text)
 
 
 if __name__ == "__main__":

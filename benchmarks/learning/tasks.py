@@ -1,0 +1,153 @@
+"""What is learned, and how its time is taken; for every library's Python, so it imports the standard library alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+EVALUATIONS, EPISODES = 10, 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings of all sides: they have the same names, except `hidden` (net_arch).
+
+    Attributes:
+        score: a mean return that an evaluation has to reach; None: these steps are too few for any.
+    """
+
+    env: str
+    algorithm: str
+    steps: int
+    settings: dict[str, Any]
+    envs: int = 1
+    action_noise: float | None = None
+    score: float | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        return "recurrent" in self.settings
+
+    def short(self, steps: int) -> Task:
+        """Return it with so many env steps, in which no score is expected; 0: as it is."""
+        return replace(self, steps=steps, score=None) if steps else self
+
+
+# CartPole's settings are those of the RL Baselines3 Zoo, without its schedules. Pendulum's too, with smaller networks
+# and batches, so that three seeds of both sides are done in half an hour of one core.
+_SMALL: dict[str, Any] = {"learning_rate": 1e-3, "batch_size": 128, "hidden": [64, 64]}
+TASKS = {
+    "cartpole-ppo": Task(
+        "CartPole-v1",
+        "ppo",
+        196 * 256,
+        {"n_steps": 32, "batch_size": 256, "gae_lambda": 0.8, "gamma": 0.98, "n_epochs": 20, "learning_rate": 1e-3},
+        envs=8,
+        score=475.0,
+    ),
+    "cartpole-dqn": Task(
+        "CartPole-v1",
+        "dqn",
+        50_000,
+        {
+            "learning_rate": 2.3e-3,
+            "batch_size": 64,
+            "buffer_size": 100_000,
+            "learning_starts": 1000,
+            "gamma": 0.99,
+            "target_update_interval": 10,
+            "train_freq": 256,
+            "gradient_steps": 128,
+            "exploration_fraction": 0.16,
+            "exploration_final_eps": 0.04,
+            "hidden": [256, 256],
+        },
+        score=475.0,
+    ),
+    "pendulum-sac": Task("Pendulum-v1", "sac", 10_000, _SMALL, score=-200.0),
+    "pendulum-td3": Task("Pendulum-v1", "td3", 10_000, {**_SMALL, "gamma": 0.98}, action_noise=0.1, score=-200.0),
+    "pendulum-ppo": Task(
+        "Pendulum-v1",
+        "ppo",
+        24 * 4096,
+        {"n_steps": 1024, "gamma": 0.9, "learning_rate": 1e-3, "gae_lambda": 0.95},
+        envs=4,
+        score=-200.0,
+    ),
+    # Those of the Zoo for CartPole without velocities, with half the epochs and steps, tanh and orthogonal weights.
+    "cartpole-positions-lstm": Task(
+        "benchmarks.learning.worlds:positions",
+        "ppo",
+        160 * 256,
+        {
+            "recurrent": "lstm",
+            "hidden_size": 64,
+            "hidden": [64],
+            "n_steps": 32,
+            "batch_size": 256,
+            "gae_lambda": 0.8,
+            "gamma": 0.98,
+            "n_epochs": 10,
+            "learning_rate": "lin_1e-3",
+            "clip_range": "lin_0.2",
+        },
+        envs=8,
+        score=200.0,
+    ),
+    "cheetah-sac": Task("HalfCheetah-v5", "sac", 3000, {}),  # SAC's own settings: 256 x 256 units, batches of 256
+}
+CURVES = [name for name, task in TASKS.items() if task.score is not None]
+"""Those that learn something in their steps."""
+
+
+def evaluation_seeds(seed: int, episodes: int) -> list[int]:
+    """Of the episodes of each evaluation; those that `EnvEvaluator` plays with this seed."""
+    import numpy as np
+
+    return np.random.default_rng((1_000_003, seed)).integers(2**31, size=episodes).tolist()
+
+
+class Clock:
+    """Counts the time of a training, without that of its evaluations; what compilers take as children is in it.
+
+    Attributes:
+        evaluations: mean returns so far.
+        at: by evaluation, seconds of the processor and of the wall until it began.
+    """
+
+    def __init__(self) -> None:
+        self.evaluations: list[float] = []
+        self.at: list[tuple[float, float]] = []
+        self._began, self._out = self._now(), (0.0, 0.0)
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        used = os.times()
+        return used.user + used.system + used.children_user + used.children_system, time.monotonic()
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of the processor and of the wall so far."""
+        cpu, wall = (now - began - out for now, began, out in zip(self._now(), self._began, self._out, strict=True))
+        return cpu, wall
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Stand still."""
+        self.at.append(self.seconds)
+        before = self._now()
+        yield
+        cpu, wall = (out + now - began for out, now, began in zip(self._out, self._now(), before, strict=True))
+        self._out = cpu, wall
+
+    def forget_last(self) -> None:
+        """Forget the last evaluation: more was learned, and it is made anew."""
+        del self.evaluations[-1], self.at[-1]
+
+    def told(self, steps: int) -> dict[str, Any]:
+        """Return all of it as values of JSON. What came after the last evaluation is not learning."""
+        return {"evaluations": self.evaluations[:EVALUATIONS], "at": self.at[:EVALUATIONS], "steps": steps}
