@@ -285,6 +285,7 @@ class Corridor(ParallelEnv):
 def test_evaluations_play_the_same_episodes_whatever_the_policy_does():
     evaluator, drawn = EnvEvaluator.__new__(EnvEvaluator), []
     evaluator.context, evaluator._bound = SimpleNamespace(alive=lambda: None, resetting=nullcontext), None
+    evaluator._films = None
     world, evaluator._seeds = World(1, f"{__name__}:Corridor", {}, {"a": 1}), [3, 1, 4, 7]
     evaluator._adapter, evaluator._cast = world, Cast(world, {})
     Corridor.seeds.clear()

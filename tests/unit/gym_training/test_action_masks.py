@@ -95,7 +95,7 @@ class Told(Corridor):
 
 
 def test_an_environment_without_masks_ends_the_run_with_a_sentence(tmp_path) -> None:
-    with pytest.raises(ContractBroken, match=r"action_masks = true expects info.'action_mask'. of reset and step, or"):
+    with pytest.raises(ConfigError, match=r"action_masks = true expects info.'action_mask'. of reset and step, or"):
         train(settings("ppo", "nowhere"), tmp_path, serial=True)
 
 

@@ -117,7 +117,7 @@ def test_a_resumed_run_from_a_replay_goes_on_with_its_episodes(tmp_path, monkeyp
     s = settings("dqn")
     train(s.changed(steps=48), tmp_path, serial=True)
     resets.clear()
-    outcome = train(s, tmp_path, serial=True, resume=True)
+    outcome = train(s.changed(check_steps=0), tmp_path, serial=True, resume=True)
     assert outcome.episodes == 6 and len(resets) == 4 + 1, "of 64 steps in each of two, and the evaluation's"
 
 

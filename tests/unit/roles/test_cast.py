@@ -133,6 +133,7 @@ def test_an_evaluation_has_numbers_of_each_suite_and_of_all_from_the_newest_poli
     adapter, _, players, found = cast(2)
     evaluator = EnvEvaluator.__new__(EnvEvaluator)
     evaluator.context, evaluator._bound = SimpleNamespace(alive=lambda: None, resetting=nullcontext), None
+    evaluator._films = None
     evaluator._adapter, evaluator._players, evaluator._cast = adapter, players, found
     evaluator._explores, evaluator._against_random, evaluator._random_play = False, False, []
     evaluator._seeds = [20, 30, 40]
