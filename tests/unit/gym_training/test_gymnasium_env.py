@@ -169,10 +169,15 @@ def test_several_choices_are_the_environments_action(space, chosen, action) -> N
     assert [set(each) for each in drawn.T.tolist()] == [set(range(count)) for count in actions.spec.counts]
 
 
-@pytest.mark.parametrize("space", [spaces.Tuple([spaces.Discrete(2)]), spaces.Text(3), spaces.Dict({})])
+@pytest.mark.parametrize("space", [spaces.Tuple([spaces.Text(3)]), spaces.Text(3)])
 def test_actions_of_other_spaces_are_refused(space) -> None:
     with pytest.raises(EnvironmentUnusable, match="expected Box, Discrete, MultiDiscrete or MultiBinary"):
         Actions(space)
+
+
+def test_an_action_without_parts_is_refused() -> None:
+    with pytest.raises(EnvironmentUnusable, match="is empty: there is nothing to choose"):
+        Actions(spaces.Dict({}))
 
 
 KINDS = {

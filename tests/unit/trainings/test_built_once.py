@@ -17,7 +17,7 @@ from tests.unit.trainings.test_places import Counted, CountedWorld
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.environments.gymnasium_env import GymEnvs
-from jurybox.training.environments.making import Place
+from jurybox.training.environments.making import EnvironmentPlace
 from jurybox.training.environments.pettingzoo_env import World
 from jurybox.training.environments.stock import stocked
 from jurybox.training.replay import Windows
@@ -159,7 +159,7 @@ def test_the_process_with_environments_lends_them_to_one_at_a_time(tmp_path) -> 
     with builders(True, 1, tmp_path, serial=False) as built:
         adapter, arguments = built.adapter(GYM, {"env": HERE + "Clock", "env_args": {}, "clips": True})
         assert adapter.endswith(":Hosted")
-        actor, evaluator = (Hosted(1, **arguments, places=[Place(1, 0)]) for _ in range(2))
+        actor, evaluator = (Hosted(1, **arguments, places=[EnvironmentPlace(1, 0)]) for _ in range(2))
         assert actor.agents == ("",) and actor.hold(lambda: None) == []
         actor.begin(0, 1)
         had: list[list[int]] = []

@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from jurybox.training.environments.gymnasium_env import make_environment
-from jurybox.training.environments.making import EnvironmentUnusable, Place, wanted
+from jurybox.training.environments.making import EnvironmentPlace, EnvironmentUnusable, wanted
 from jurybox.training.environments.pettingzoo_env import make_world
 from jurybox.training.trainings import gym, marl
 from jurybox.training.trainings.marl_run import train as train_marl
@@ -92,7 +92,7 @@ def test_each_world_of_a_marl_run_has_a_place_of_its_own(tmp_path) -> None:
 
 
 def test_only_names_in_the_signature_are_passed_and_the_users_arguments_come_first() -> None:
-    place = Place(3, 1)
+    place = EnvironmentPlace(3, 1)
     for signature, told in (
         (lambda: 0, {}),
         (lambda **rest: 0, {}),
@@ -111,7 +111,7 @@ def test_a_registered_environment_is_told_what_its_registration_leaves_open(kwar
         name = f"Counted{len(gymnasium.registry)}-v0"
         gymnasium.register(name, entry, kwargs=kwargs)
         try:
-            make_environment(name, {}, place=Place(2, 5)).close()
+            make_environment(name, {}, place=EnvironmentPlace(2, 5)).close()
         finally:
             del gymnasium.registry[name]
     assert len(MADE) == 2 and set(MADE) == {told}

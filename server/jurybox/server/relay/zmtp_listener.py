@@ -41,7 +41,7 @@ class _FrontConnection:
 
 
 class ZmtpListener:
-    """A `Front` (remote_clients.py) without CURVE: the relay's thread reads and writes each connection itself.
+    """A `ZmqListener` (zmq_listener.py) without CURVE: the relay's thread reads and writes each connection itself.
 
     Args:
         where: "host:port"; with port 0, a free port is chosen; or a listening socket.

@@ -28,7 +28,7 @@ from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, Resi
 
 from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
-from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place, places_of, wanted
+from jurybox.training.environments.making import NOWHERE, EnvironmentPlace, EnvironmentUnusable, places_of, wanted
 from jurybox.training.environments.stock import Kept, kept
 from jurybox.training.spaces import (
     MASK,
@@ -111,7 +111,7 @@ def make_environment(
     grayscale: bool = False,
     resize: Sequence[int] | None = None,
     n_stack: int = 1,
-    place: Place = NOWHERE,
+    place: EnvironmentPlace = NOWHERE,
 ) -> Environment:
     """Make the environment of that name.
 
@@ -141,7 +141,7 @@ def kept_environment(
     arguments: Mapping[str, Any],
     max_episode_steps: int | None = None,
     *,
-    place: Place,
+    place: EnvironmentPlace,
     shared: bool,
     **preprocessing: Any,
 ) -> Kept:
@@ -198,7 +198,7 @@ def stacked_space(space: spaces.Space[Any], n: int) -> spaces.Space[Any]:
     return batch_space(space, n)
 
 
-def _made(name: str, given: dict[str, Any], max_episode_steps: int | None, place: Place) -> Environment:
+def _made(name: str, given: dict[str, Any], max_episode_steps: int | None, place: EnvironmentPlace) -> Environment:
     is_registered = False
 
     def registered() -> Any:
@@ -578,7 +578,7 @@ class GymEnvs:
         *,
         clips: bool,
         masked: bool = False,
-        places: Sequence[Place] = (),
+        places: Sequence[EnvironmentPlace] = (),
         shared: bool = False,
         **preprocessing: Any,
     ) -> None:

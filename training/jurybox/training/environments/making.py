@@ -17,7 +17,7 @@ class EnvironmentUnusable(ValueError):
     """An environment cannot be made, or has unsupported spaces; the message says which."""
 
 
-class Place(NamedTuple):
+class EnvironmentPlace(NamedTuple):
     """Which of a run's environments one is. The names are those of RLlib's ``EnvContext``.
 
     Two environments of a run never have the same place, so that a factory may derive a port or a folder from it.
@@ -37,14 +37,14 @@ class Place(NamedTuple):
         return {"worker_index": self.worker_index, "vector_index": self.vector_index}
 
 
-NOWHERE = Place()
+NOWHERE = EnvironmentPlace()
 
 
 def wanted(factory: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of some keyword arguments that a callable's signature names; ``**arguments`` name none.
 
     Example:
-        wanted(lambda worker_index: ..., Place(3, 1).keywords) == {"worker_index": 3}
+        wanted(lambda worker_index: ..., EnvironmentPlace(3, 1).keywords) == {"worker_index": 3}
     """
     try:
         parameters = inspect.signature(factory).parameters
@@ -59,7 +59,7 @@ def wanted(factory: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str,
 def made_by(
     factory: Callable[..., Any],
     arguments: Mapping[str, Any],
-    place: Place,
+    place: EnvironmentPlace,
     offered: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Call a factory, with its place if its signature names ``worker_index`` or ``vector_index``.
@@ -74,7 +74,7 @@ def made_by(
 def make(
     name: str,
     arguments: Mapping[str, Any],
-    place: Place,
+    place: EnvironmentPlace,
     expected: str,
     registered: Callable[[], Any] | None = None,
     registry: Collection[str] = (),
@@ -115,6 +115,6 @@ def make(
         ) from error
 
 
-def places_of(worker_index: int, numbers: Sequence[int]) -> list[Place]:
+def places_of(worker_index: int, numbers: Sequence[int]) -> list[EnvironmentPlace]:
     """Return the places of a worker's environments of these numbers."""
-    return [Place(worker_index, number) for number in numbers]
+    return [EnvironmentPlace(worker_index, number) for number in numbers]

@@ -17,7 +17,7 @@ from pettingzoo.utils.conversions import parallel_to_aec
 from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting, can_be_saved
 from jurybox.training.environments.gymnasium_env import Actions, Observations, stacked_space
-from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place
+from jurybox.training.environments.making import NOWHERE, EnvironmentPlace, EnvironmentUnusable
 from jurybox.training.environments.stock import Kept, kept
 from jurybox.training.spaces import MASK, AgentSpec, ContractBroken, action_mask, flag, number, short
 
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 _LONGEST_NAME, _FORBIDDEN = 60, frozenset("/+*\0\n")
 
 
-def make_world(name: str, arguments: Mapping[str, Any], place: Place = NOWHERE) -> AECEnv[Any, Any, Any]:
+def make_world(name: str, arguments: Mapping[str, Any], place: EnvironmentPlace = NOWHERE) -> AECEnv[Any, Any, Any]:
     """Create an environment whose agents take turns. In a parallel one, all act together after the last has chosen.
 
     Args:
@@ -48,7 +48,7 @@ def make_world(name: str, arguments: Mapping[str, Any], place: Place = NOWHERE) 
     return made
 
 
-def kept_world(name: str, arguments: Mapping[str, Any], *, place: Place, shared: bool) -> Kept:
+def kept_world(name: str, arguments: Mapping[str, Any], *, place: EnvironmentPlace, shared: bool) -> Kept:
     """Make an environment as `make_world` does, or take it from the process's stock, see `stock.kept`."""
     return kept([name, arguments, place], lambda: make_world(name, arguments, place), shared=shared)
 
@@ -190,7 +190,7 @@ class World:
         env_args: Mapping[str, Any],
         stacks: Mapping[str, int],
         *,
-        places: Sequence[Place] = (NOWHERE,),
+        places: Sequence[EnvironmentPlace] = (NOWHERE,),
         shared: bool = False,
     ) -> None:
         if n != 1:

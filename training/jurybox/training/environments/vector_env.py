@@ -18,13 +18,15 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.environments.gymnasium_env import Actions, Observations, foreign, own_defaults
-from jurybox.training.environments.making import NOWHERE, EnvironmentUnusable, Place
+from jurybox.training.environments.making import NOWHERE, EnvironmentPlace, EnvironmentUnusable
 from jurybox.training.spaces import MASK, ContractBroken, action_mask, begun, flag, number, short
 
 Array = npt.NDArray[Any]
 
 
-def make_vector(name: str, arguments: Mapping[str, Any], n: int, place: Place = NOWHERE) -> VectorEnv[Any, Any, Any]:
+def make_vector(
+    name: str, arguments: Mapping[str, Any], n: int, place: EnvironmentPlace = NOWHERE
+) -> VectorEnv[Any, Any, Any]:
     """Make a vector environment of that name, with at least n environments.
 
     Args:
@@ -94,7 +96,7 @@ class VectorEnvs:
         *,
         clips: bool,
         masked: bool = False,
-        places: Sequence[Place] = (NOWHERE,),
+        places: Sequence[EnvironmentPlace] = (NOWHERE,),
     ) -> None:
         self.n, self.name = n, env
         self.env = make_vector(env, env_args, n, places[0])

@@ -11,14 +11,19 @@ import numpy as np
 
 from jurybox.processes.surroundings import kept
 from jurybox.training.environments.adapter import Adapter, made_adapter
-from jurybox.training.environments.making import EnvironmentUnusable, Place
+from jurybox.training.environments.making import EnvironmentPlace, EnvironmentUnusable
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import load
 from jurybox.training.spaces import MASK, ActionSpec, ContractBroken
 
 
 def play_at_random(
-    adapter: str, arguments: Mapping[str, Any], place: Place, actions: Mapping[str, ActionSpec], steps: int, seed: int
+    adapter: str,
+    arguments: Mapping[str, Any],
+    place: EnvironmentPlace,
+    actions: Mapping[str, ActionSpec],
+    steps: int,
+    seed: int,
 ) -> None:
     """Play some steps in one environment, and set back what it changes in this process.
 

@@ -23,7 +23,7 @@ from jurybox.training.environments.stock import stocked
 _log = logging.getLogger("jurybox.environments")
 
 
-class Host:
+class EnvironmentHost:
     """Carries out requests until the control pipe's other end is closed.
 
     Args:
@@ -122,7 +122,7 @@ def main() -> None:
         listener.listen()
         control_pipe.send("ready")
         with stocked():
-            Host(listener, control_pipe).serve()
+            EnvironmentHost(listener, control_pipe).serve()
     logging.shutdown()
     os._exit(0)  # whatever threads an environment leaves
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jurybox.processes import spawn, thread_limits
 from jurybox.training.environments.adapter import Array, Moved, Waiting
-from jurybox.training.environments.making import EnvironmentUnusable, Place, wanted
+from jurybox.training.environments.making import EnvironmentPlace, EnvironmentUnusable, wanted
 from jurybox.training.environments.stock import Stock, stocked
 from jurybox.training.roles.checking import play_at_random
 from jurybox.training.runtime.launching import Launcher, Local, status_of
@@ -86,7 +86,7 @@ class Hosted:
     shared = True
 
     def __init__(
-        self, n: int, adapter: str, arguments: Mapping[str, Any], addresses: str, places: Sequence[Place]
+        self, n: int, adapter: str, arguments: Mapping[str, Any], addresses: str, places: Sequence[EnvironmentPlace]
     ) -> None:
         self.n = n
         self._asked = _Asked(_address(addresses, places[0].worker_index))
@@ -190,9 +190,9 @@ class Builders:
             self._looked_at.close()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> EnvironmentPlace:
         """The place of the environment that is looked at."""
-        return Place(1, 0) if self.shared else Place()
+        return EnvironmentPlace(1, 0) if self.shared else EnvironmentPlace()
 
 
 class _Here(Builders):

@@ -31,7 +31,7 @@ from jurybox.training.environments.gymnasium_env import (
     Seen,
     kept_environment,
 )
-from jurybox.training.environments.making import Place
+from jurybox.training.environments.making import EnvironmentPlace
 from jurybox.training.environments.vector_env import make_vector
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as Column
@@ -274,7 +274,7 @@ def _variant_of(name: str, algorithm: type[Algorithm]) -> type[GymTraining]:
     return made
 
 
-def look(place: Place, *of: Any, shared: bool, **preprocessing: Any) -> tuple[Seen, ActionSpec, str]:
+def look(place: EnvironmentPlace, *of: Any, shared: bool, **preprocessing: Any) -> tuple[Seen, ActionSpec, str]:
     """Return the format of observations' rows, what is chosen, and what the space of actions is called.
 
     Args:

@@ -14,7 +14,7 @@ from jurybox.protocol.weights import WeightsLayout
 from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.registry import make
 from jurybox.training.algorithms.served import raw_network
-from jurybox.training.environments.making import EnvironmentUnusable, Place
+from jurybox.training.environments.making import EnvironmentPlace, EnvironmentUnusable
 from jurybox.training.environments.pettingzoo_env import AgentView, check_names, kept_world, views_of
 from jurybox.training.replay import Episodes
 from jurybox.training.roles.hosted import Builders
@@ -380,7 +380,7 @@ def plan(
 
 
 def _views(
-    settings: MarlTraining, place: Place, shared: bool
+    settings: MarlTraining, place: EnvironmentPlace, shared: bool
 ) -> tuple[dict[str, str], dict[str, MarlTraining], dict[str, AgentView]]:
     """Return each agent's group; and of each group its settings, and what its agents observe and do.
 
