@@ -178,5 +178,6 @@ def pytest_collection(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
+    preloaded.collected()
     gc.freeze()
     gc.enable()

@@ -132,16 +132,22 @@ class Nursery:
             os.waitpid(self.pid, 0)
 
 
-_AT_START = dict(os.environ)
+_at_start = dict(os.environ)
 _READ_AT_START = ("GLIBC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")  # when a program or library begins
 _of_tests: dict[int, Nursery] = {}  # by the process that has it: a forked one may not ask its parent's
 wanted = False  # set by tests/conftest.py: benchmarks start what users start
 
 
+def collected() -> None:
+    """Note the variables as they are before the first test: packages that tests import change some (OpenCV does)."""
+    _at_start.clear()
+    _at_start.update(os.environ)
+
+
 def may_start(python: str, environment: Mapping[str, str], under: Sequence[object]) -> bool:
     """Whether a server can be forked: in this interpreter, not under another program, with what a nursery has read."""
-    read = {name for name in {*environment, *_AT_START} if name.startswith(_READ_AT_START)}
-    same = all(environment.get(name) == _AT_START.get(name) for name in read)
+    read = {name for name in {*environment, *_at_start} if name.startswith(_READ_AT_START)}
+    same = all(environment.get(name) == _at_start.get(name) for name in read)
     return wanted and python == sys.executable and same and not under
 
 
@@ -171,7 +177,7 @@ def _nursery() -> Nursery:
             [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**_AT_START, **one_thread},
+            env={**_at_start, **one_thread},
             cwd=Path(__file__).parent.parent,
         )
     return Nursery(process.pid, ours)

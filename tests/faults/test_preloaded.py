@@ -98,3 +98,12 @@ def test_it_ends_with_the_process_that_has_started_it(tmp_path):
     program.communicate()
     wait_until(lambda: not any(line_of(pid) for pid in pids), 60, "the end of the server")
     assert "stopped" in next(tmp_path.glob("*.log")).read_text()
+
+
+def test_servers_are_forked_although_a_package_changed_a_variable_when_it_was_imported(monkeypatch):
+    monkeypatch.setattr(preloaded, "_at_start", {})
+    monkeypatch.setattr(preloaded, "wanted", True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/a/package")
+    preloaded.collected()
+    assert preloaded.may_start(sys.executable, dict(os.environ), ())
+    assert not preloaded.may_start(sys.executable, {**os.environ, "LD_LIBRARY_PATH": "/of/a/test"}, ())
