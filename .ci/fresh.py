@@ -28,7 +28,10 @@ PYTORCH = "download.pytorch.org"
 NAMES = {"12": "bookworm", "13": "trixie"}
 PACKAGES = ("python3", "python3-dev", "python3-venv", "make", "g++")  # what README says that one needs
 USER, ID = "user", 1000
-NUMBERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
+NUMBERS = [
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen",
+]  # fmt: skip
 FIRST, LAST = "<!-- fresh machines: make test-fresh -->", "<!-- end of fresh machines -->"
 
 
