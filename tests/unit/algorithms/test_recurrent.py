@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tests.unit.algorithms.acting import START, algorithm, ready, spec_of
 from tests.unit.algorithms.test_update_formulas import advantages, agree, follow, one_thread, widened  # noqa: F401
 
 from jurybox.training.algorithms.base import AlgorithmUnusable, Rollout
 from jurybox.training.algorithms.recurrent import Memory, StepSequences
 from jurybox.training.algorithms.registry import make, tried
+from jurybox.training.environments.gymnasium_env import Actions
 from jurybox.training.roles.learner import rollout
 from jurybox.training.spaces import MEMORY, ActionSpec, AgentSpec, Leaf
 
@@ -24,6 +27,9 @@ def recurrent(cell: str, kind: str, seed: int = 5, **settings):
     """PPO with such a memory, of actions of this kind, ready to learn."""
     if kind == "numbers":
         spec = spec_of(OBSERVATIONS, (), False, False, 2)
+    elif kind == "mixed":
+        space = spaces.Tuple([spaces.MultiDiscrete((2, 3)), spaces.Box(-1.0, 1.0, (2,))])
+        spec = AgentSpec((Leaf("observation", (OBSERVATIONS,), "float32"),), Actions(space).spec)
     elif kind == "choices":
         spec = AgentSpec((Leaf("observation", (OBSERVATIONS,), "float32"),), ActionSpec.choices((2, 3), (0, 0)))
     else:
@@ -62,6 +68,13 @@ def outputs_of(network, seen: torch.Tensor, memory: torch.Tensor) -> tuple[torch
 
 def log_prob_of(heads, chosen, action, mask) -> tuple[torch.Tensor, torch.Tensor]:
     """Logarithm of the probability of one action, and the policy's entropy."""
+    if heads.counts and hasattr(heads, "log_std"):
+        size, choices = sum(heads.counts), len(heads.counts)
+        of_choices = log_prob_of(SimpleNamespace(counts=heads.counts), chosen[:size], action[:choices], mask)
+        of_numbers = log_prob_of(
+            SimpleNamespace(counts=(), log_std=heads.log_std), chosen[size:], action[choices:], None
+        )
+        return of_choices[0] + of_numbers[0], of_choices[1] + of_numbers[1]
     if hasattr(heads, "log_std"):
         normal = torch.distributions.Normal(chosen, heads.log_std.exp())
         return normal.log_prob(action).sum(), normal.entropy().sum()
@@ -86,6 +99,8 @@ def rollout_of(learner, kind: str, seed: int = 0) -> Rollout:
         action = random.normal(size=(T, N, 2)).astype(np.float32)
     else:
         action = random.integers(counts or 4, size=(T, N, len(counts)) if counts else (T, N))
+    if kind == "mixed":
+        action = np.concatenate((action, random.normal(size=(T, N, 2))), 2).astype(np.float32)
     mask = random.random((T, N, 4)) < 0.7
     np.put_along_axis(mask, action[..., None] if kind == "masks" else np.zeros((T, N, 1), int), True, 2)
     numbers = learner.remembers
@@ -143,7 +158,7 @@ def expected(network, batch: Rollout, s, seed: int):
     return network
 
 
-@pytest.mark.parametrize("kind", ["one", "choices", "numbers", "masks"])
+@pytest.mark.parametrize("kind", ["one", "choices", "numbers", "mixed", "masks"])
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_recurrent_ppos_update_is_that_of_its_formulas(cell, kind) -> None:
     learner = recurrent(cell, kind)
@@ -217,7 +232,7 @@ def test_what_follows_a_truncated_episode_is_valued_with_what_was_remembered_the
     assert found.memory is not None and found.memory[..., 0].tolist() == [[0], [1], [2], [0]]
 
 
-@pytest.mark.parametrize("kind", ["one", "choices", "numbers", "masks"])
+@pytest.mark.parametrize("kind", ["one", "choices", "numbers", "mixed", "masks"])
 def test_it_is_consistent_with_what_it_says_of_itself(kind) -> None:
     made = recurrent("lstm", kind)
     assert made.remembers == 4 * UNITS and recurrent("gru", kind).remembers == 2 * UNITS

@@ -175,3 +175,23 @@ def test_a_policy_is_trained_played_and_exported_in_the_environments_own_structu
     assert all(f"`{name}`" in card for name in answers)
     config = policies.served_config(policy, tmp_path / "served", tmp_path, {}).read_text()
     assert all(f"{json.dumps(name)} = {{dtype" in config for name in answers)
+
+
+def test_a_recurrent_policy_answers_the_structure_and_then_what_it_remembers(tmp_path) -> None:
+    settings = GymTraining(
+        env=HERE + "Told", steps=128, hidden=(16,), recurrent="lstm", hidden_size=8, n_steps=64, batch_size=64,
+        evaluation_episodes=4, evaluate_every=0,
+    )  # fmt: skip
+    train(settings, tmp_path, serial=True)
+    policy = policies.Policy(policies.choose(tmp_path))
+    assert len(policies.play(policy, 2)) == 2  # it asserts that its space contains each action
+    program = torch.export.load(policies.export(policy, tmp_path / "robot.pt2", tmp_path)[0]).module()
+    policy.begin(3)
+    memory, names = torch.zeros(3, 32), [part.name for part in Actions(ROBOT).spec.parts]
+    for shown in ([0, 1, 2], [2, 2, 1]):
+        *answers, memory = program(torch.tensor(shown), memory)
+        played = policy(np.array(shown))
+        assert list(played) == names
+        for name, answer in zip(names, answers, strict=True):
+            np.testing.assert_array_equal(played[name], answer.numpy())
+    assert memory.shape == (3, 32) and memory.any()

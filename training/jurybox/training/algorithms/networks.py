@@ -422,16 +422,17 @@ class MixedActorCritic(ActorCritic):
         super().__init__(features, sum(counts) + numbers, hidden, counts, masked=masked)
         self.log_std = nn.Parameter(torch.zeros(numbers))
 
-    def forward(self, *seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def decided(self, actor: Tensor, critic: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Logits (n, sum of counts), mean and logarithm of the deviation (n, numbers), value (n,)."""
-        parts, mask = parted(seen, self.masked)
-        found = self.features(*parts)
-        logits, mean = self.actor(found).split((sum(self.counts), len(self.log_std)), 1)
-        return allowed(logits, mask), mean, self.log_std + torch.zeros_like(mean), self.critic(found).squeeze(-1)
+        both, value = super().decided(actor, critic, None)
+        logits, mean = both.split((sum(self.counts), len(self.log_std)), 1)
+        return allowed(logits, mask), mean, self.log_std + torch.zeros_like(mean), value
 
-    def scores(self, observation: Tensor, actions: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def scored(
+        self, outputs: tuple[Tensor, ...], actions: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of actions (n, choices + numbers): log-probability and log-density together, entropies, values; (n,) each."""
-        logits, mean, log_std, value = self(observation, mask) if self.masked else self(observation)
+        logits, mean, log_std, value = outputs
         choices, numbers = actions[:, : len(self.counts)].long(), actions[:, len(self.counts) :]
         chosen, entropy = chosen_log_prob(logits, choices, self.counts, mask)
         drawn = normal_log_prob(numbers, mean, log_std).sum(-1)
