@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from tests.unit.gym_training.test_composed_actions import Told
 
 from jurybox.training import policies
 from jurybox.training.environments.making import EnvironmentUnusable
@@ -150,6 +151,21 @@ def test_a_policy_of_a_vector_environment_is_played(tmp_path) -> None:
         assert (observation["step"], reward, info["audit"]["steps"]) == (step, step, step)
     assert terminated
     assert env.reset()[0]["step"] == 0
+
+
+def robots(num_envs: int, mode: str = "SameStep") -> VectorEnv:
+    return SyncVectorEnv([Told for _ in range(num_envs)], autoreset_mode=AutoresetMode(mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dict_of_actions_is_what_each_environment_is_told(tmp_path, mode) -> None:
+    """They assert that their spaces contain it."""
+    settings = GymTraining(
+        env=HERE + "robots", env_args={"mode": mode.value}, vector=True, envs=3, steps=96, n_steps=16, batch_size=48,
+        hidden=(8,), evaluation_episodes=2, evaluate_every=0,
+    )  # fmt: skip
+    train(settings, tmp_path, serial=True)
+    assert len(policies.play(policies.Policy(policies.choose(tmp_path)), 2)) == 2
 
 
 def test_what_does_not_fit_is_a_sentence(tmp_path) -> None:

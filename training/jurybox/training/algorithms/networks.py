@@ -425,7 +425,7 @@ class MixedActorCritic(ActorCritic):
     def decided(self, actor: Tensor, critic: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Logits (n, sum of counts), mean and logarithm of the deviation (n, numbers), value (n,)."""
         both, value = super().decided(actor, critic, None)
-        logits, mean = both.split((sum(self.counts), len(self.log_std)), 1)
+        logits, mean = torch.split(both, [sum(self.counts), len(self.log_std)], 1)
         return allowed(logits, mask), mean, self.log_std + torch.zeros_like(mean), value
 
     def scored(

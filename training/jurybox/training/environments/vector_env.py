@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Result, Waiting
@@ -187,8 +188,7 @@ class VectorEnvs:
     def _chosen(self, actions: Array) -> Any:
         """Return the actions of all environments; those beyond the first n do what the first does."""
         each = [self._to_env(action) for action in actions]
-        each += [each[0]] * (self.env.num_envs - self.n)
-        return np.stack(each).astype(self.env.action_space.dtype)
+        return _side_by_side(self.env, [*each, *[each[0]] * (self.env.num_envs - self.n)])
 
     def _reset(self, seeds: Mapping[int, int], *, rests: bool = False) -> None:
         # One number, as the interface says: environment i begins with the seed + i.
@@ -259,8 +259,8 @@ class OneOfVector(gymnasium.Env[Any, Any]):
         return _part(observation, 0), _info_of(info, 0)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        actions = np.stack([action] * self._env.num_envs).astype(self._env.action_space.dtype)
-        observation, reward, terminated, truncated, info = self._env.step(actions)
+        actions = [action] * self._env.num_envs
+        observation, reward, terminated, truncated, info = self._env.step(_side_by_side(self._env, actions))
         now, said = _part(observation, 0), _info_of(info, 0)
         if "final_obs" in said and (terminated[0] or truncated[0]):
             now, said = said["final_obs"], said.get("final_info", {})
@@ -272,6 +272,13 @@ class OneOfVector(gymnasium.Env[Any, Any]):
 
     def close(self) -> None:
         self._env.close()
+
+
+def _side_by_side(env: VectorEnv[Any, Any, Any], actions: Sequence[Any]) -> Any:
+    """Return the actions of all environments as `step` takes them: an array, or those of a Dict or Tuple."""
+    space = env.single_action_space
+    room: Any = create_empty_array(space, len(actions))
+    return concatenate(space, actions, room)
 
 
 def _part(batch: Any, place: int) -> Any:
