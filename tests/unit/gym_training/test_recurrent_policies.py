@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from jurybox.training import policies
 from jurybox.training.algorithms.registry import make
@@ -59,9 +60,19 @@ def settings(**changes) -> GymTraining:
     return GymTraining.checked({**SMALL, **changes})
 
 
+def recalls(num_envs: int, mode: str) -> VectorEnv:
+    return SyncVectorEnv([Recall for _ in range(num_envs)], autoreset_mode=AutoresetMode(mode))
+
+
+SIDE_BY_SIDE = [
+    {"env": f"{__name__}:recalls", "env_args": {"mode": each.value}, "vector": True} for each in AutoresetMode
+]
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("world", [{}, *(each for each in SIDE_BY_SIDE if each["env_args"]["mode"] != "NextStep")])
 def test_each_row_has_what_was_remembered_before_its_step_and_nothing_where_an_episode_begins(
-    tmp_path, monkeypatch, cell
+    tmp_path, monkeypatch, cell, world
 ) -> None:
     from jurybox.training.roles.learner import OnPolicyLearner
 
@@ -74,7 +85,7 @@ def test_each_row_has_what_was_remembered_before_its_step_and_nothing_where_an_e
         seen.append((network, {name: column.copy() for name, column in self._held.items()}))
 
     monkeypatch.setattr(OnPolicyLearner, "_take_rows", watched)
-    s = settings(recurrent=cell, steps=96, checkpoint_every=1000)
+    s = settings(recurrent=cell, steps=96, checkpoint_every=1000, **world)
     train(s, tmp_path / "run", serial=True)
     made = make(**algorithm_of(s, spaces_of(s)[1]))
     network, checked, carried = made.network(), 0, {}
@@ -94,6 +105,12 @@ def test_each_row_has_what_was_remembered_before_its_step_and_nothing_where_an_e
                 given = torch.from_numpy(rows["observation"][row][None]), torch.from_numpy(rows[MEMORY][row][None])
                 carried[environment] = network(*given)[-1].numpy()[0], t
     assert checked > 30, "weak data"
+
+
+def test_a_step_that_would_be_remembered_in_the_next_episode_is_refused(tmp_path) -> None:
+    (world,) = (each for each in SIDE_BY_SIDE if each["env_args"]["mode"] == "NextStep")
+    with pytest.raises(ConfigError, match=r"would remember the episode before: expected autoreset_mode SAME_STEP or"):
+        train(settings(steps=96, **world), tmp_path / "run", serial=True)
 
 
 def test_it_learns_what_only_the_first_observation_shows(tmp_path) -> None:

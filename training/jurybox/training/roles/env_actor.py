@@ -112,6 +112,12 @@ class EnvActor(Actor):
         for split, (numbers, one) in enumerate(zip(dealt, made, strict=True)):
             recorders, single = {}, getattr(one, "leaves_out", False)
             for place, (agent, player) in enumerate(found.items()):
+                if single and player.algorithm.remembers:
+                    raise ConfigError(
+                        f"{one.name} asks for an action in the step that begins an episode, and a recurrent policy "
+                        "would remember the episode before: expected autoreset_mode SAME_STEP or DISABLED, or "
+                        "recurrent = none"
+                    )
                 replay = context.replay(policies[agent]) if recorded is None or agent in recorded else None
                 episodes, discount = first + place * n + np.array(numbers), (discounts or {}).get(policies[agent])
                 recorders[agent] = _Recorder(player, replay, episodes, begun, discount, single=single)
