@@ -239,7 +239,7 @@ class Reader:
         time.sleep(0.01)
 
 
-def upload(size, *, others, pauses=False, ends=False):
+def upload(size, *, others, pauses=False, ends=False, ahead=False):
     """A read of so many bytes.
 
     Returns:
@@ -252,6 +252,8 @@ def upload(size, *, others, pauses=False, ends=False):
         turns.rest = lambda *asked: rests.append(rest(*asked)) or rests[-1]
 
         class Connection(Paced, Reader):
+            sends_ahead = ahead
+
             def go_on(self):
                 super().go_on()
                 gone_on.set()
@@ -283,6 +285,12 @@ def test_a_large_upload_rests_after_each_read_while_others_want_something(active
     assert took >= rest >= 0.01 and reads
     for rest, _, reads in (upload(HEAP, others=False), upload(HEAP - 1, others=True)):
         assert rest == 0 and reads
+
+
+def test_a_connection_that_sends_ahead_rests_after_each_read_however_small(active):
+    for others in (True, False):
+        rest, took, reads = upload(1, others=others, ahead=True)
+        assert (took >= rest >= 0.01 if others else rest == 0) and reads
 
 
 def test_the_end_of_a_rest_reads_only_if_the_protocol_wants_it_and_the_connection_is_open(active):

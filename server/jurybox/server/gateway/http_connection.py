@@ -191,6 +191,11 @@ class Counted:
         return False  # h11 leaves them in its buffer
 
     @property
+    def sends_ahead(self) -> bool:
+        """Whether what came last was sent before the answer to what came before it, or is no request."""
+        return self.pipelined or self._broken
+
+    @property
     def receiving(self) -> bool:
         """Whether a request has begun that is not complete."""
         raise NotImplementedError
@@ -262,7 +267,7 @@ class Counted:
 
 
 class Paced:
-    """What a connection adds to all of its layers: others come first after each large read of it."""
+    """What a connection adds to all of its layers: others come first after each large read, and each sent ahead."""
 
     turns: Turns  # of the process, set in a subclass by `HttpServer`
     transport: Any
@@ -272,7 +277,8 @@ class Paced:
         began = time.monotonic()
         self.turns.heard(self)
         super().data_received(data)  # type: ignore[misc]
-        if len(data) >= HEAP and not self.transport._transport.is_closing():
+        ahead = getattr(self, "sends_ahead", False)  # a robot's connection has no requests
+        if (len(data) >= HEAP or ahead) and not self.transport._transport.is_closing():
             self.transport.rest()
             asyncio.get_running_loop().call_soon(self._had_turn, began, len(data))  # behind what the read has set going
 
