@@ -1,4 +1,4 @@
-"""Heavy work leaves half of the event loop's time to others, or two thirds, and loses nothing if there are none."""
+"""Heavy work leaves most of the event loop's time to others, and loses nothing if there are none."""
 
 from __future__ import annotations
 
@@ -141,15 +141,15 @@ async def turns_of(number, *, beside):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_many_with_more_to_do_take_turns_and_leave_others_nearly_twice_the_time_that_they_take(number, active):
+def test_many_with_more_to_do_take_turns_and_leave_others_more_than_twice_the_time_that_they_take(number, active):
     order, left, _ = asyncio.run(turns_of(number, beside=True))
     assert order == [*range(number)] * (12 // number)
-    assert sum(left) >= 11 * 0.0085 and min(left) >= 0.007, "also after one that has caught up"
+    assert sum(left) >= 11 * 0.0125 and min(left) >= 0.011, "also after one that has caught up"
 
 
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("seconds", [0.0003, 0.004])
-def test_turns_of_any_length_of_any_number_leave_nearly_twice_the_time_that_they_take(number, seconds, active):
+def test_turns_of_any_length_of_any_number_leave_more_than_twice_the_time_that_they_take(number, seconds, active):
     """Also turns too short for a timer, and work that is done while another one rests."""
     turns_in_all = round(0.08 / seconds) // number * number
 
@@ -167,7 +167,7 @@ def test_turns_of_any_length_of_any_number_leave_nearly_twice_the_time_that_they
     with asyncio.Runner(loop_factory=_loop) as runner:
         order = runner.run(work())
     worked = sum(took for _, took in order[:-number])
-    assert order[-1][0] - order[0][0] > 2.5 * worked
+    assert order[-1][0] - order[0][0] > 3.3 * worked
 
 
 def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):
@@ -186,7 +186,7 @@ def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):
         return left / worked
 
     with asyncio.Runner(loop_factory=_loop) as runner:
-        assert runner.run(work()) > 0.8
+        assert runner.run(work()) > 1.5
 
 
 def test_who_has_more_to_do_does_not_rest_for_others_of_that_kind(active):

@@ -129,17 +129,17 @@ def test_large_senders_alone_lose_nothing(rates, number, after):
 @pytest.mark.parametrize("after", [0.0, 0.0002])
 @pytest.mark.parametrize("read", [0.00005, 0.0003])
 @pytest.mark.parametrize("number", [1, 4])
-def test_large_senders_beside_a_busy_client_keep_a_third_of_their_rate_and_it_two_thirds(rates, number, read, after):
+def test_large_senders_beside_a_busy_client_keep_a_quarter_of_their_rate_and_it_four_fifths(rates, number, read, after):
     large, small = rates(number, 1, read=read, after=after)
-    assert large > 0.32 * rates(number, 1, read=read, after=after, paced=False)[0]
-    assert small > 0.66 * rates(0, 1)[1]
+    assert large > 0.23 * rates(number, 1, read=read, after=after, paced=False)[0]
+    assert small > 0.8 * rates(0, 1)[1]
 
 
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("thinks", [0.02, 0.05, 0.2])
 def test_a_client_that_asks_now_and_then_costs_large_senders_little_and_they_cost_it_little(rates, number, thinks):
     large, small = rates(number, 1, thinks=thinks, read=0.0003)
-    assert large > 0.6 * rates(number, 1, thinks=thinks, read=0.0003, paced=False)[0]
+    assert large > 0.57 * rates(number, 1, thinks=thinks, read=0.0003, paced=False)[0]
     assert small > 0.85 * rates(0, 1, thinks=thinks)[1]
 
 

@@ -17,10 +17,10 @@ HEAP = 1 << 16  # bytes of a read after which others come first: libuv reads 32 
 # heavy work, whose turns are shorter: it is served between two of them.
 _ACTIVE = 0.01
 _MOST = 0.5  # seconds that are owed to others
-# Seconds that are left to others for each second of heavy work: a little less than two, so that large senders get a
-# third of all. With one, a client that waits for its answers keeps less than half of its rate: it needs the event loop
-# twice for each.
-_LEFT = 1.8
+# Seconds that are left to others for each second of heavy work: a little less than three, so that it gets a quarter of
+# all. With one, a client that waits for its answers keeps less than half of its rate, since it needs the event loop twice
+# for each; with two, it does where the kernel's part of the work is dear.
+_LEFT = 2.8
 _RECEIVE = 3e-10  # seconds that the event loop takes for each byte before its protocol gets it
 _LEAST = 0.001  # seconds of one rest: the event loop's timers do not know less, and uvloop makes none of half of it
 _READS = 3  # turns of the event loop within which somebody who reads on has read what is there, and it was counted
@@ -63,21 +63,16 @@ class WorkPace:
 
 
 class _Debt:
-    """The time that somebody owes to others, and the rests in which they get it.
+    """The time that somebody owes to others, and the rests in which they get it."""
 
-    Args:
-        left: seconds that others get for each second of work.
-    """
-
-    def __init__(self, pace: WorkPace, left: float) -> None:
+    def __init__(self, pace: WorkPace) -> None:
         self._pace = pace
-        self._left = left
         self._owed = 0.0  # s
         self._since: float | None = None  # when the rest began, s of the monotonic clock; None: there is none
 
     def worked(self, seconds: float) -> None:
         """Owe others their time for so much work. Work within a rest also shortens the rest."""
-        self._owed = min(_MOST, self._owed + (self._left + (self._since is not None)) * seconds)
+        self._owed = min(_MOST, self._owed + (_LEFT + (self._since is not None)) * seconds)
 
     def rest(self, who: object, then: Callable[[], None]) -> None:
         """Leave others what is owed, while they want it, and then call. What is too little for a timer is owed on."""
@@ -123,14 +118,14 @@ class _Call:
 
 
 class Turns:
-    """One queue of all who have more to do than one turn: together they leave two thirds of the time to everybody else.
+    """One queue of all who have more to do than one turn: together they leave three quarters of the time to everybody else.
 
     Among themselves they take turns, and lose nothing while nobody else wants anything.
     """
 
     def __init__(self) -> None:
         self._pace = WorkPace()
-        self._debt = _Debt(self._pace, _LEFT)
+        self._debt = _Debt(self._pace)
         self._heavy: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each did heavy work last; inf: it waits
         self._behind: dict[HasTurns, Any] = {}  # whose turn each is
         self._turning = False  # whether one of them has its turn soon
@@ -254,7 +249,7 @@ class Breaks:
 
     def __init__(self, pace: WorkPace, go_on: Callable[[], None]) -> None:
         self._pace = pace
-        self._debt = _Debt(pace, 1.0)
+        self._debt = _Debt(pace)
         self._go_on = go_on
         self.resting = False
 
