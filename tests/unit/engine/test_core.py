@@ -89,6 +89,16 @@ def test_models_share_an_engine_and_take_turns(x):
             np.testing.assert_array_equal(ticket.result().outputs[0], k * x[i])
 
 
+def test_tickets_of_several_models_that_arrive_together_are_counted_by_model(x):
+    with InprocServer({name: affine() for name in "abc"}) as server:
+        tickets = [server.model(name).submit(x[:n]) for name, n in (("a", 2), ("b", 3), ("c", 5), ("a", 1))]
+        server.engine._take_in(server.engine._clock())
+        assert [slot.queue.rows for slot in server.engine._queues] == [3, 3, 5]
+        for ticket in tickets:
+            ticket.result()
+        assert [slot.queue.rows for slot in server.engine._queues] == [0, 0, 0]
+
+
 def test_a_models_requests_of_a_higher_priority_precede_those_of_others_but_not_for_ever(x):
     order = []
 

@@ -428,23 +428,27 @@ class Engine:
                 queue.ranked |= ranked
                 queue.push(tickets, rows)
             else:
-                self._sort(tickets, pinned=pinned, ranked=ranked)
+                self._sort(tickets, rows, pinned=pinned, ranked=ranked)
         return accepted
 
-    def _sort(self, tickets: NDArray[Any], *, pinned: bool, ranked: bool) -> None:
+    def _sort(self, tickets: NDArray[Any], rows: int, *, pinned: bool, ranked: bool) -> None:
         while len(tickets):
-            model = int(tickets["model"][0])
-            slot = self.slots[model]
-            same = tickets["model"] == model
-            own = tickets[same]
+            models = tickets["model"]
+            model = models.item(0)
+            slot, own = self.slots[model], tickets
+            # As a rule all are of one model: no mask, no copy, and their rows are counted already.
+            if len(tickets) == 1 or (same := models == model).all():
+                counted, tickets = rows, tickets[:0]
+            else:
+                counted, own, tickets = None, tickets[same], tickets[~same]
+                rows = int(tickets["rows"].sum())
             if slot.cache is not None and (known := slot.cache.answer(own)) is not None:
-                answered, own = own[known], own[~known]
+                answered, own, counted = own[known], own[~known], None
                 slot.counters.cached(slot.cache, len(answered), int(answered["rows"].sum()))
                 self._answer(answered, Code.OK, slot.served.version, "")
             slot.queue.pinned |= pinned
             slot.queue.ranked |= ranked
-            slot.queue.push(own)
-            tickets = tickets[~same]
+            slot.queue.push(own, counted)
 
     def _next(self, now: int) -> Slot | None:
         """Return the due slot whose oldest ticket has waited longest; None if no slot is due.
@@ -456,12 +460,14 @@ class Engine:
         failed, only = self._recovery.parts, self._only
         if only is not None and not failed:
             return only if only.queue.rows and only.queue.ready_in(now) == 0 else None
-        due = [slot for slot in self._queues if slot in failed or slot.queue.ready_in(now) == 0]
+        due = [slot for slot in self._queues if (slot.queue.rows and slot.queue.ready_in(now) == 0) or slot in failed]
+        if len(due) == 1:
+            return due[0]
 
         def since(slot: Slot) -> int:
             return self._recovery.since(slot) if slot in failed else int(slot.queue.waiting["submitted"][0])
 
-        if len(due) < 2 or not any(slot.queue.ranked or slot.queue.skipped for slot in due):
+        if not any(slot.queue.ranked or slot.queue.skipped for slot in due):
             return min(due, key=since, default=None)
         chosen = min(due, key=lambda slot: (slot.queue.rank, since(slot)))
         for slot in due:

@@ -18,8 +18,8 @@ HEAP = 1 << 16  # bytes of a read after which others come first: libuv reads 32 
 _ACTIVE = 0.01
 _MOST = 0.5  # seconds that are owed to others
 # Seconds that are left to others for each second of heavy work: a little less than three, so that it gets a quarter of
-# all. With one, a client that waits for its answers keeps less than half of its rate, since it needs the event loop twice
-# for each; with two, it does where the kernel's part of the work is dear.
+# all. With one, a client that waits for its answers keeps less than half of its rate, since it needs the event loop
+# twice for each; with two, it does where the kernel's part of the work is dear.
 _LEFT = 2.8
 _RECEIVE = 3e-10  # seconds that the event loop takes for each byte before its protocol gets it
 _LEAST = 0.001  # seconds of one rest: the event loop's timers do not know less, and uvloop makes none of half of it
@@ -118,7 +118,7 @@ class _Call:
 
 
 class Turns:
-    """One queue of all who have more to do than one turn: together they leave three quarters of the time to everybody else.
+    """One queue of all who have more to do than one turn: together they leave three quarters of the time to all others.
 
     Among themselves they take turns, and lose nothing while nobody else wants anything.
     """
