@@ -11,6 +11,7 @@ from jurybox.client import ModelFailed, ModelNotFound, Refused, Timeout
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import COUNTERS
+from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.batches import ModelCounters
 from jurybox.server.engine.queues import PASSED_OVER
 from jurybox.server.inproc import InprocServer
@@ -89,14 +90,17 @@ def test_models_share_an_engine_and_take_turns(x):
             np.testing.assert_array_equal(ticket.result().outputs[0], k * x[i])
 
 
-def test_tickets_of_several_models_that_arrive_together_are_counted_by_model(x):
+def test_tickets_that_arrive_together_are_queued_and_counted_by_model():
+    tickets = np.zeros(4, TICKET)
+    tickets["model"], tickets["rows"] = [0, 1, 2, 0], [2, 3, 5, 1]
     with InprocServer({name: affine() for name in "abc"}) as server:
-        tickets = [server.model(name).submit(x[:n]) for name, n in (("a", 2), ("b", 3), ("c", 5), ("a", 1))]
-        server.engine._take_in(server.engine._clock())
-        assert [slot.queue.rows for slot in server.engine._queues] == [3, 3, 5]
-        for ticket in tickets:
-            ticket.result()
-        assert [slot.queue.rows for slot in server.engine._queues] == [0, 0, 0]
+        queues = [slot.queue for slot in server.engine._queues]
+        server.engine._sort(tickets, 11, pinned=False, ranked=False)
+        assert [(queue.rows, len(queue)) for queue in queues] == [(3, 2), (3, 1), (5, 1)]
+        server.engine._sort(tickets[1:2], 3, pinned=False, ranked=False)
+        assert [(queue.rows, len(queue)) for queue in queues] == [(3, 2), (6, 2), (5, 1)]
+        for queue in queues:
+            queue.drop(0)
 
 
 def test_a_models_requests_of_a_higher_priority_precede_those_of_others_but_not_for_ever(x):
