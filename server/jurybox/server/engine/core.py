@@ -319,10 +319,10 @@ class Engine:
         if LOADS.running and LOADS.hold():
             return True
         self._last, queue = slot, slot.queue
-        recovers = slot in self._recovery.parts
-        if self._batches.under_way and not recovers and self._waits_for_those_under_way(slot):
+        recovers, under_way = slot in self._recovery.parts, self._batches.under_way
+        if under_way and not recovers and self._waits_for_those_under_way(slot):
             return self._batches.land()
-        if self._tracker.away and self._pause is not None and not self._batches.under_way and not recovers:
+        if self._tracker.away and self._pause is not None and not under_way and not recovers:
             if self._tracker.prompt:
                 self._wait_for_all(slot, now)
             if self._tracker.overdue:
@@ -333,7 +333,7 @@ class Engine:
             if not len(queue) and not recovers:
                 return True
         if recovers:
-            self._show_wait(1 + self._batches.under_way)
+            self._show_wait(1 + under_way)
             self._computing[0] = slot.shown or self._recovery.model(slot) + 1
             self._batches.recover(slot)
             return True
@@ -343,8 +343,8 @@ class Engine:
         version = tickets["version"].item(0) if pinned else 0
         rows = waiting - queue.rows
         slot.counters.waiting(queue.rows)
-        self._show_wait(1 + self._batches.under_way)
-        self._computing[0] = slot.shown or int(tickets["model"][0]) + 1  # names the model if it crashes the process
+        self._show_wait(1 + under_way)
+        self._computing[0] = slot.shown or tickets["model"].item(0) + 1  # names the model if it crashes the process
         self._batches.run(slot, tickets, rows, version)
         return True
 
@@ -405,6 +405,7 @@ class Engine:
     def _take_in(self, now: int) -> int:
         """Queue newly arrived tickets; return the number accepted."""
         accepted, came, pass_by, self._passed_by = 0, 0, not self._passed_by, False
+        only = self._only
         for transport in self.transports:
             if came and pass_by and transport.slow:
                 self._passed_by = True
@@ -420,10 +421,11 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), self._prompt_ns())
+            prompt = 0 if only is None or only.cost.fixed < LARGE_NS else self._prompt_ns()  # mostly without a call
+            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), prompt)
             accepted += len(tickets)
-            if self._only is not None and self._only.cache is None:
-                queue = self._only.queue
+            if only is not None and only.cache is None:
+                queue = only.queue
                 queue.pinned |= pinned
                 queue.ranked |= ranked
                 queue.push(tickets, rows)
