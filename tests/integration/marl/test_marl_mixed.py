@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_an_agent_learns_the_same_whatever_another_one_learns_with(tmp_path):
     assert first.keys() == second.keys() and all((first[name] == second[name]).all() for name in first)
 
 
-def test_actors_wait_for_learners_by_the_pace_of_each():
+def test_each_learner_has_its_own_pace_and_the_actor_waits_for_none_alone():
     planned = plan(MarlTraining(**MIXED))
     ppo, dqn = planned.of_kind(Kind.LEARNER)
     assert planned.pace_of(ppo) == Pace(20, 1, 0, 20, 10.0) and planned.pace_of(dqn) == Pace(4, 1, 20, None)
@@ -65,34 +66,63 @@ def test_actors_wait_for_learners_by_the_pace_of_each():
         words[0][Word.ENV_STEPS] = 39
         assert rules.may_collect() and rules.may_learn(ppo) and rules.may_learn(dqn)
         words[0][Word.ENV_STEPS] = 40
-        assert not rules.may_collect(), "a rollout and its slack: it waits for PPO"
-        words[ppo][Word.LEARNER_STEPS] = 1
-        assert rules.may_collect(), "and never for DQN"
+        assert rules.may_collect(), "a rollout and its slack, and one of two learners is behind"
         words[dqn][Word.LEARNER_STEPS] = 5
         assert rules.may_learn(ppo) and not rules.may_learn(dqn)
         assert not Rules(planned, shared.scoreboard, serial=True).may_collect()
 
 
-def test_a_learner_that_stands_still_is_waited_for_as_long_as_its_pace_has_patience(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
-    planned = plan(MarlTraining(**MIXED))
-    ppo, _ = planned.of_kind(Kind.LEARNER)
+@contextmanager
+def on_policy(agents, **changes):
+    """Rules of a run of so many PPO learners, the words of these, and whether actors may go on at a time and steps."""
+    own = {name: MIXED[name] for name in ("algorithm", "ppo", "env_args")}
+    planned = plan(MarlTraining(**{**own, "batch_size": 8, "agents": agents, **changes}))
     with SharedResources.create(planned) as shared:
         words, rules = shared.scoreboard.words, Rules(planned, shared.scoreboard)
-        serial = Rules(planned, shared.scoreboard, serial=True)
 
-        def collects(at: float, env_steps: int) -> bool:
-            now[0], words[0][Word.ENV_STEPS] = at, env_steps
+        def collects(env_steps: int) -> bool:
+            words[0][Word.ENV_STEPS] = env_steps
             return rules.may_collect()
 
-        assert collects(100.0, 39), "no wait begins"
-        assert not collects(200.0, 40) and not collects(209.9, 40)
-        assert collects(210.1, 40) and collects(210.2, 500), "it made no step in ten seconds"
-        assert not serial.may_collect(), "in one process nobody else can go on"
-        words[ppo][Word.LEARNER_STEPS] = 1
-        assert not collects(211.0, 500) and not collects(220.9, 500), "it goes on, and is waited for again"
-        assert collects(221.1, 500)
+        yield [words[number] for number in planned.of_kind(Kind.LEARNER)], collects
+
+
+@pytest.mark.parametrize(("agents", "free_at"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_actors_wait_while_more_than_half_of_the_learners_are_behind(agents, free_at):
+    with on_policy(agents) as (learners, collects):
+        assert collects(39), "a rollout that is learned from, and one ahead"
+        for learner in learners[:free_at]:
+            assert not collects(40)
+            learner[Word.LEARNER_STEPS] = 1
+        assert collects(40) and collects(59)
+        assert not collects(60), "and no further than the others learn"
+
+
+def test_a_limit_that_is_set_holds_for_each_learner():
+    with on_policy(3, max_ahead=20) as (learners, collects):
+        for learner in learners:
+            assert not collects(40)
+            learner[Word.LEARNER_STEPS] = 1
+        assert collects(40)
+
+
+def test_a_learner_that_stands_still_is_left_out_as_long_as_its_pace_has_no_patience(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
+    with on_policy(2) as (learners, collects):
+        assert not collects(40)
+        now[0] = 109.9
+        assert not collects(40)
+        now[0] = 110.1
+        assert collects(40) and collects(500), "no learner made a step in ten seconds"
+        learners[0][Word.LEARNER_STEPS] = 1
+        assert not collects(500), "one goes on, and sets the pace"
+        learners[0][Word.LEARNER_STEPS] = 24
+        assert collects(500)
+        learners[1][Word.LEARNER_STEPS] = 1
+        assert collects(500) and not collects(520), "so does the other, and again it is one of two"
+        now[0] = 121.0
+        assert collects(520)
 
 
 def test_a_limit_that_is_set_is_kept_whatever_a_learner_does():

@@ -1,22 +1,33 @@
-"""No learner that stands still holds up the actor, nor another learner, also with PPO, whether it is set so or not."""
+"""No learner that is slow or stands still holds up the actor, nor another learner, also with PPO, by default, too."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from dataclasses import replace
 
 import pytest
 from tests.integration.marl.test_marl_on_policy import PPO
 from tests.serving import segments
 
+from jurybox.training.algorithms.ppo import RefinedPPO
 from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import End
 from jurybox.training.runtime.run import run
-from jurybox.training.runtime.scoreboard import Word
+from jurybox.training.runtime.scoreboard import Word, debug_state
 from jurybox.training.trainings import marl
 from jurybox.training.trainings.marl import MarlTraining, plan
 
 N_STEPS = PPO["ppo"]["n_steps"]
+
+
+class SlowPPO(RefinedPPO):
+    """Takes at least half a second for each update."""
+
+    def update(self, batch, progress):
+        time.sleep(0.5)
+        return super().update(batch, progress)
 
 
 class Metrics(dict):
@@ -65,4 +76,34 @@ def test_while_one_learner_stands_still_the_actor_plays_and_the_other_learns(tmp
 
     assert run(planned, tmp_path, metrics, watch=watch, signals=signals).end is End.SIGNAL
     assert seen["late"], "what was overwritten meanwhile was counted, and it learned on"
+    assert segments() <= before
+
+
+@pytest.mark.runs
+def test_by_default_a_slow_learner_holds_up_nobody_and_drops_what_is_too_old_for_it(tmp_path):
+    own = {"steps": 10**9, "seconds": 120.0, "checkpoint_every": 0, "evaluate_every": 0}
+    planned = plan(MarlTraining(**{**PPO, **own}))
+    slow, other = ([role.name for role in planned.roles].index(f"learner-agent_{number}") for number in (1, 0))
+    algorithm = {**planned.roles[slow].settings["algorithm"], "algorithm": f"{__name__}:SlowPPO"}
+    changed = replace(planned.roles[slow], settings={**planned.roles[slow].settings, "algorithm": algorithm})
+    planned = replace(planned, roles=(*planned.roles[:slow], changed, *planned.roles[slow + 1 :]))
+    before, signals, metrics, seen = segments(), Signals(), Metrics(), {}
+
+    def watch(shared):
+        board = shared.scoreboard
+        steps, updates = board.env_steps, board.words[other][Word.LEARNER_STEPS]
+        since = seen.setdefault("step", (board.words[slow][Word.LEARNER_STEPS], steps, updates))
+        if since[0] != board.words[slow][Word.LEARNER_STEPS]:
+            del seen["step"]
+        elif steps > since[1] + 5 * N_STEPS and updates > since[2] + 2:
+            seen["within"] = steps - since[1], updates - since[2]  # one update of the slow learner
+        if "within" in seen and metrics.get("stale_agent_1", 0) > 0 and not signals.count:
+            seen["shown"] = debug_state(tmp_path)
+            signals.ask()
+
+    outcome = run(planned, tmp_path, metrics, watch=watch, signals=signals)
+    assert outcome.end is End.SIGNAL, "the actor played several rollouts within an update of the slow learner"
+    assert outcome.rows_dropped["learner-agent_1"] >= N_STEPS
+    (line,) = (line for line in seen["shown"].splitlines() if line.startswith("learner-agent_1"))
+    assert "rows dropped" in line
     assert segments() <= before

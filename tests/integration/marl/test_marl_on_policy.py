@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from contextlib import contextmanager
 
@@ -11,6 +13,7 @@ from tests.integration.marl.test_marl_training import SMALL, Nothing, rows
 
 from jurybox.training.algorithms.base import Update
 from jurybox.training.checkpoints import Checkpoints, read_state, write_state
+from jurybox.training.roles.learner import OnPolicyLearner
 from jurybox.training.runtime.plan import Kind
 from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.run import run
@@ -48,6 +51,24 @@ def test_a_resumed_serial_training_learns_from_each_rollout_and_depends_on_its_c
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+def test_what_learners_dropped_is_in_summary_and_report_and_counted_on_when_resumed(tmp_path, monkeypatch):
+    def trained(steps, **options):
+        settings = MarlTraining(**{**PPO, "steps": steps}, log_dir=tmp_path)
+        outcome = train(settings, serial=True, **options)
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert outcome.rows_dropped == summary["rows_dropped"]
+        return outcome.rows_dropped, (tmp_path / "report.html").read_text()
+
+    dropped, report = trained(20)
+    assert dropped == {} and re.search("Rows dropped.{,40}none", report, re.DOTALL)
+    monkeypatch.setattr(OnPolicyLearner, "_take_rows", dropping(7))
+    dropped, report = trained(40, resume=True)
+    assert set(dropped) == {"learner-agent_0", "learner-agent_1"} and min(dropped.values()) >= 7
+    assert f"{dropped['learner-agent_0']:,} by learner-agent_0" in report
+    monkeypatch.undo()
+    assert trained(60, resume=True)[0] == dropped
+
+
 @pytest.mark.runs
 def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_frozen(tmp_path):
     settings = MarlTraining(**PPO, publish_interval=0)
@@ -56,6 +77,17 @@ def test_processes_make_the_same_trajectory_as_one_process_when_publication_is_f
     one, two = (rows(tmp_path / name, "agent_1") for name in ("serial", "parallel"))
     assert len(one["action"]) >= 56 and len(set(one["action"].tolist())) > 2
     assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def dropping(rows):
+    """`OnPolicyLearner._take_rows` that finds so many overwritten each time."""
+    take_rows = OnPolicyLearner._take_rows
+
+    def take(learner):
+        learner.context.words[Word.ROWS_DROPPED] += rows
+        take_rows(learner)
+
+    return take
 
 
 @contextmanager
@@ -123,6 +155,20 @@ def test_overwritten_transitions_are_counted(contexts):
     act(100, updates=0)
     turn.take()
     assert turn.role._cursor.missed == 36 and turn.role.updates == 1
+    assert turn.context.words[Word.ROWS_DROPPED] == 36 + turn.role.stale
+
+
+def test_a_learner_that_fell_behind_learns_from_the_newest_rollouts_and_the_others_are_counted(contexts):
+    turn, act = contexts
+    learned = []
+    turn.role.algorithm.update = lambda rollout, _: learned.append(rollout.log_prob.size) or Update({})
+    act(59, updates=0)
+    turn.take()
+    assert learned == [59] and turn.role.stale == turn.context.words[Word.ROWS_DROPPED] == 0
+    act(61, updates=1)
+    turn.take()
+    assert learned[1] == 41 and turn.role.stale == turn.context.words[Word.ROWS_DROPPED] == 20
+    assert turn.context.scoreboard.rows_dropped == {"learner-agent_0": 20}
 
 
 def test_a_restarted_learner_does_not_learn_twice_from_the_same_transitions(contexts):

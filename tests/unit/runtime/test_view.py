@@ -58,6 +58,13 @@ def test_a_terminal_gets_a_table_of_all_roles(scoreboard, tmp_path):
         assert part in text
 
 
+@pytest.mark.parametrize(("terminal", "part"), [(False, "  learner dropped 5,678 rows\n"), (True, " 5,678 ")])
+def test_rows_that_a_learner_dropped_are_shown(scoreboard, tmp_path, terminal, part):
+    scoreboard.words[2][Word.ROWS_DROPPED] = 5678
+    assert part in shown(scoreboard, terminal, tmp_path, [0.0, 1.0, 11.0])
+    assert scoreboard.rows_dropped == {"learner": 5678}
+
+
 def test_the_first_speed_after_a_resume_is_that_of_the_steps_since(scoreboard):
     moments, rows = [0.0], Rows()
     scoreboard.words[0][Word.ENV_STEPS] = 900

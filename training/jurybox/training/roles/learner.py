@@ -35,6 +35,7 @@ from jurybox.training.replay.cursor import Cursor
 from jurybox.training.roles.curriculum import Curriculum
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Learner, RoleContext
+from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY
 
 _log = logging.getLogger("jurybox.learner")
@@ -357,9 +358,12 @@ class OnPolicyLearner(AlgorithmLearner):
     """An algorithm that learns from the workers' transitions since the last step, in order.
 
     Rows of a policy that is more than `max_stale` updates older than the published one are dropped, and counted as
-    stale; those that were overwritten before they were taken count as missed. An older policy's rows are corrected by
-    the loss's ratio. A step that finds less than half a rollout, because a worker failed, leaves the rows to the next
-    step: the run's counters advance anyway, so no role waits for rows that were dropped.
+    stale. So are whole rollouts before the newest ``1 + max_stale``: a learner that kept pace would have made more than
+    `max_stale` updates since. One that is slower than its actors thus learns from what is new, and its updates do not
+    grow with what it is behind. Rows that were overwritten before they were taken count as missed. An older policy's
+    rows are corrected by the loss's ratio. A step that finds less than half a rollout, because a worker failed or since
+    rows were dropped, leaves the rows to the next step: the run's counters advance anyway, so no role waits for rows
+    that were dropped.
 
     Args:
         rollout: expected number of rows in a step.
@@ -373,7 +377,7 @@ class OnPolicyLearner(AlgorithmLearner):
         self._cursor = Cursor(self.replay)
         if context.life > 1:  # the previous process may have ended before it trained on the newest rows
             self._cursor.resume(0)
-        self._least, self._max_stale = max(2, rollout // 2), max_stale
+        self._rollout, self._least, self._max_stale = rollout, max(2, rollout // 2), max_stale
         self._held: dict[str, npt.NDArray[Any]] = {}
         self._published = self._oldest_use = self.stale = 0
 
@@ -381,8 +385,11 @@ class OnPolicyLearner(AlgorithmLearner):
         self.follow_curriculum()
         self._take_rows()
         usable = self._held["updates"] >= max(self._published - self._max_stale, self._oldest_use)
-        self.stale += int((~usable).sum())
-        self._held = {name: column[usable] for name, column in self._held.items()}
+        late = max(0, int(usable.sum()) // self._rollout - 1 - self._max_stale) * self._rollout
+        dropped = int((~usable).sum()) + late
+        self.stale += dropped
+        self.context.words[Word.ROWS_DROPPED] += dropped
+        self._held = {name: column[usable][late:] for name, column in self._held.items()}
         skipped = len(self._held["reward"]) < self._least
         self.tell(stale=self.stale, missed=self._cursor.missed, skipped=float(skipped))
         if skipped:
@@ -417,7 +424,9 @@ class OnPolicyLearner(AlgorithmLearner):
         self._cursor.resume(state["at"])  # workers may have added rows since, before this process was ready
 
     def _take_rows(self) -> None:
+        missed = self._cursor.missed
         columns = self._cursor.take()
+        self.context.words[Word.ROWS_DROPPED] += self._cursor.missed - missed
         if self._held:
             columns = {name: np.concatenate((self._held[name], column)) for name, column in columns.items()}
         self._held = columns

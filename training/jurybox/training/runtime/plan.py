@@ -121,7 +121,7 @@ class Pace:
     A learner makes `gradient_steps` steps for every `train_freq` steps of all actors together, counted from the first
     step on as in Stable-Baselines3; rounds that end within the first `learning_starts` environment steps have none.
     Serially this is the schedule. In parallel a learner waits for steps that are not there yet, and actors wait if they
-    are `max_ahead` steps further than the slowest learner has used up.
+    are `max_ahead` steps further than a learner has used up: than any, or, with `patience`, than most.
 
     The rule is that of a samples-per-insert limiter (Reverb, arXiv:2102.04736), kept by the run's shared counters
     instead of inside the replay: a wait is between two steps and never within one, all roles see which one waits for
@@ -131,8 +131,9 @@ class Pace:
         train_freq, gradient_steps: the ratio.
         learning_starts: environment steps before the first learner step.
         max_ahead: None: actors never wait for learners.
-        patience: seconds in which a learner that is waited for has to make a step; then actors go on without it until
-            it makes one. None: they wait for it.
+        patience: None: actors wait for this learner, whatever the others do. Else they wait only while more than half
+            of the run's learners are behind (so for no single one of several), and one of those that makes no step in
+            so many seconds is left out until it makes one.
         free: with max_ahead None, learners do not wait for actors either: after `learning_starts` they make steps as
             fast as they can, until the last environment step is made. Serially the ratio is kept.
     """
@@ -387,6 +388,7 @@ class Outcome:
         busy: by role, the part of its running time in which it did not wait, 0 to 1.
         evaluation: the newest one's numbers, as eval_<name>.
         serial: whether it ended, or was run from the start, in one process.
+        rows_dropped: by learner, the rows that it came too late for; those that dropped none are left out.
     """
 
     end: End
@@ -403,3 +405,4 @@ class Outcome:
     busy: dict[str, float]
     evaluation: dict[str, float]
     serial: bool
+    rows_dropped: dict[str, int] = field(default_factory=dict)

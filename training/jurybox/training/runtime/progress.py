@@ -296,12 +296,13 @@ class View(Closing):
             f"{self._scoreboard.episodes:,} episodes",
         ]
         parts += [f"{name} {self._metrics.numbers[name]:.3g}" for name in _SHOWN if name in self._metrics.numbers]
+        parts += [f"{name} dropped {count:,} rows" for name, count in self._scoreboard.rows_dropped.items()]
         return "  ".join(parts)
 
     def table(self) -> Table:
         """A row for each role."""
         table = Table(box=None, pad_edge=False)
-        for column in ("role", "state", "steps", "busy", "version", "lag", "restarts", "waits for"):
+        for column in ("role", "state", "steps", "busy", "version", "lag", "dropped", "restarts", "waits for"):
             table.add_column(column, justify="left" if column in ("role", "state", "waits for") else "right")
         now = time.monotonic_ns()
         for number, role in enumerate(self._plan.roles):
@@ -315,6 +316,7 @@ class View(Closing):
                 f"{busy(self._scoreboard, number):.0%}",
                 str(words[Word.VERSION]),
                 str(words[Word.LAG]) if role.reads else "",
+                f"{words[Word.ROWS_DROPPED]:,}" if words[Word.ROWS_DROPPED] else "",
                 str(orders[ControlWord.RESTARTS] or ""),
                 "" if subject in AT_REST or seconds < 0.1 else f"{subject.name.lower()} {seconds:.1f} s",
             )

@@ -159,4 +159,5 @@ def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: 
         busy={role.name: busy(scoreboard, number) for number, role in enumerate(plan.roles)},
         evaluation=metrics.evaluation,
         serial=serial,
+        rows_dropped=scoreboard.rows_dropped,
     )

@@ -57,6 +57,7 @@ class Word(IntEnum):
     MOVED_AT = 20  # when its steps last became more, or its last evaluation ended
     UNREADY = 21  # 1: steps of this learner are due, and it waits for more rows
     RESETS_SINCE = 22  # when the reset of an environment began that is going on; 0: none is
+    ROWS_DROPPED = 23  # rows that a learner came too late for: of too old a policy, or overwritten
 
 
 PROGRESS = (Word.ENV_STEPS, Word.LEARNER_STEPS, Word.EVALUATED_AT)
@@ -214,6 +215,13 @@ class RunScoreboard:
         return sum(words[Word.EPISODES] for words in self.words)
 
     @property
+    def rows_dropped(self) -> dict[str, int]:
+        """By role, the rows that it came too late for; those that dropped none are left out."""
+        names = (name for name, _ in self.named.roles)
+        counts = {name: words[Word.ROWS_DROPPED] for name, words in zip(names, self.words, strict=True)}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
     def progress(self) -> tuple[int, ...]:
         """The sums of `PROGRESS` over all roles; as long as they are the same, a checkpoint is up to date."""
         return tuple(sum(words[word] for words in self.words) for word in PROGRESS)
@@ -294,6 +302,7 @@ def _roles(scoreboard: RunScoreboard) -> list[str]:
             f"steps {words[Word.ENV_STEPS] + words[Word.LEARNER_STEPS]:,}  version {words[Word.VERSION]}  "
             f"lag {words[Word.LAG]}  busy {words[Word.BUSY] / total:.0%}  "
             f"{_heartbeat(words[Word.HEARTBEAT], now)}  restarts {orders[ControlWord.RESTARTS]}  {waits}"
+            + (f"  {dropped:,} rows dropped" if (dropped := words[Word.ROWS_DROPPED]) else "")
         )
     return lines
 

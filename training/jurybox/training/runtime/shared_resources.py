@@ -30,6 +30,7 @@ _COUNTS = (
     Word.EPISODES,
     Word.EVALUATED_AT,
     Word.FORCED,
+    Word.ROWS_DROPPED,  # last, since a checkpoint of before it has none
 )
 
 
@@ -209,7 +210,7 @@ class SharedResources(Closing):
         for name, (kind, counts) in checkpoint.document["roles"].items():
             of_kind = plan.of_kind(Kind(kind))
             number = numbers.get(name, of_kind[0] if of_kind else None)
-            for word, count in zip(_COUNTS, counts, strict=True):
+            for word, count in zip(_COUNTS, counts, strict=False):
                 if number is not None:
                     self.scoreboard.words[number][word] += count
         for replay in plan.replays:

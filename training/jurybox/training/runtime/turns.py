@@ -55,24 +55,27 @@ class Rules:
 
     def may_collect(self) -> bool:
         """Whether another environment step is allowed by the learners' progress."""
+        env_steps, behind, moving = self._scoreboard.env_steps, 0, len(self._paces)
         for number, slack in self._awaited.items():
             words = self._scoreboard.words[number]
-            # Actors do not wait for a learner that waits for their rows.
-            if words[Word.UNREADY]:
-                continue
             steps = int(words[Word.LEARNER_STEPS])
-            if self._scoreboard.env_steps >= self._paces[number].env_steps(steps, slack) and self._waits(number, steps):
+            # Actors do not wait for a learner that waits for their rows.
+            if words[Word.UNREADY] or env_steps < self._paces[number].env_steps(steps, slack):
+                continue
+            if number not in self._patience:
                 return False
-        return True
+            if self._stands_still(number, steps):
+                moving -= 1
+            else:
+                behind += 1
+        return 2 * behind <= moving
 
-    def _waits(self, number: int, steps: int) -> bool:
-        """Whether to go on waiting for a learner: not if it has made no step for longer than its pace has patience."""
-        if (patience := self._patience.get(number)) is None:
-            return True
+    def _stands_still(self, number: int, steps: int) -> bool:
+        """Whether a learner that is behind has made no step for longer than its pace has patience."""
         now = time.monotonic()
         if number not in self._waited or self._waited[number][0] != steps:
             self._waited[number] = steps, now
-        return now - self._waited[number][1] < patience
+        return now - self._waited[number][1] >= self._patience[number]
 
     def may_learn(self, number: int) -> bool:
         """Whether there are unused environment steps for learner `number`, and time to use them."""

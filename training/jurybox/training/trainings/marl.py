@@ -140,8 +140,8 @@ class MarlTraining(EnvironmentSettings):
     )
     max_ahead: Annotated[int, Field(ge=0)] | Literal["auto", "none"] = Field(
         "auto",
-        description="Turns by which the actor may be ahead of the slowest learner; none: it never waits; auto: a "
-        "rollout with PPO, though for no learner that makes no step in ten seconds, else none.",
+        description="Turns by which the actor may be ahead of every learner; none: it never waits; auto: with PPO a "
+        "rollout, though it waits only while more than half of the learners are behind, else none.",
     )
     max_lag: int | None = Field(None, ge=0, description="Publications by which the actor may lag.")
     actor_timeout: float = Field(

@@ -87,7 +87,11 @@ def report(
     command: str,
 ) -> str:
     """Return the report as one HTML document."""
-    facts, packages = {"Seed": settings.seed}, ("torch", "numpy")
+    facts: dict[str, object] = {"Seed": settings.seed}
+    packages = ("torch", "numpy")
+    if any("rollout" in planned.roles[number].settings for number in planned.of_kind(Kind.LEARNER)):
+        dropped = [f"{count:,} by {name}" for name, count in outcome.rows_dropped.items()]
+        facts["Rows dropped"] = ", ".join(dropped) or "none"
     sections = [
         Section("How it ended", [_headline(outcome), *_against_random(outcome)]),
         page.return_curve(rows, "Learning", "turns", "return, last 100 episodes"),

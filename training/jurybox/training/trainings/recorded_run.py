@@ -26,7 +26,7 @@ Metrics = Sequence[Mapping[str, float]]
 
 # Attributes of an outcome in summary.json: those of every training's `Summary`, and those beyond it.
 _COUNTED = ("env_steps", "learner_steps", "episodes", "seconds", "return_mean", "return_std")
-_SAID = ("restarts", "forced_syncs", "busy", "serial", "evaluation")
+_SAID = ("restarts", "forced_syncs", "busy", "serial", "evaluation", "rows_dropped")
 
 
 class RunOptions(TypedDict, total=False):
@@ -118,7 +118,7 @@ def _finished(folder: Path, planned: Plan, found: Checkpoint) -> Outcome | None:
     # The summary may be of an earlier part of the run, which was killed later, or a part may have been stopped.
     if summary.get("end") != End.STEPS.value or (summary["env_steps"], summary["learner_steps"]) != made:
         return None
-    known = {name: summary[name] for name in (*_COUNTED, *_SAID)}
+    known = {name: summary[name] for name in (*_COUNTED, *_SAID) if name in summary}
     return Outcome(end=End.STEPS, text=End.STEPS.value, epochs=counted(found, Word.EPOCHS), **known)
 
 
