@@ -191,6 +191,7 @@ def main() -> None:
             f"| {name} | {replaced} | {wall:,.0f} | {wall_before:,.0f} | {used:,.0f} | {used_before:,.0f} "
             f"| {times:.2f} |"
         )
+    lines += ["", "Inheritance of the policy from one workflow to the next: [inheritance.md](inheritance.md)."]
     if args.start:
         cores = len(os.sched_getaffinity(0))
         groups, at_once = start(args.start, worker_pool._STARTING_ON_A_CORE * cores), start(args.start, args.start)
