@@ -52,6 +52,11 @@ def test_workers_act_with_local_policies_and_the_run_is_resumed(tmp_path) -> Non
     assert rows[-1]["env_steps"] >= 1536 and any("policy_loss" in row for row in rows)
     # A worker that did not run while the other filled a rollout sends steps of an older policy, which are dropped.
     assert max(row.get("stale", 0) for row in rows) < 500, "PPO learned from the newest policy's steps"
+    elsewhere = tmp_path.rename(tmp_path.with_name("another machine"))
+    more = command(elsewhere, *small, "--workers", "4", "--steps", "2048", "--resume")
+    assert more.returncode == 0, more.stderr
+    summary = json.loads((elsewhere / "summary.json").read_text())
+    assert summary["env_steps"] >= 2048 and len([name for name in summary["busy"] if name.startswith("actor")]) == 4
     assert segments() <= before
 
 

@@ -78,3 +78,10 @@ def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, 
     assert restarts() == 1
     workflow_run.run(FEW, tmp_path, resume=True, serial=True)
     assert restarts() == 1
+
+
+def test_a_search_goes_on_in_a_moved_folder_with_another_number_of_workers(tmp_path, monkeypatch) -> None:
+    workflow_run.run(FEW, tmp_path / "run", serial=True)
+    folder = (tmp_path / "run").rename(tmp_path / "moved")
+    workflow_run.run(FEW.changed(workers=2, total_episodes=14), folder, resume=True)
+    assert json.loads((folder / "summary.json").read_text())["episodes"] >= 14

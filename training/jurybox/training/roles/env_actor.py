@@ -25,7 +25,7 @@ from jurybox.training.roles.players import Player, players
 from jurybox.training.roles.policy_client import NEWEST, PAST
 from jurybox.training.run_folder import audited
 from jurybox.training.runtime.plan import ConfigError, load
-from jurybox.training.runtime.role_context import Actor, RoleContext
+from jurybox.training.runtime.role_context import INCARNATIONS, Actor, RoleContext
 from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY
 
 _STEP_BITS = 40  # low bits of a step's number; the bits above are its incarnation
@@ -212,6 +212,14 @@ class EnvActor(Actor):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._random.bit_generator.state = state["random"]
+        here = [{agent: len(each.t) for agent, each in split.recorders.items()} for split in self._splits]
+        if here != [{agent: len(t) for agent, t in saved.items()} for saved in state["t"]]:
+            # The run was resumed with other numbers of environments: no row of these follows one of those.
+            begun = int(self._random.integers(1, INCARNATIONS)) << _STEP_BITS
+            for split in self._splits:
+                for each in split.recorders.values():
+                    each.t[:] = begun
+            return
         for split, saved in zip(self._splits, state["t"], strict=True):
             for agent, each in split.recorders.items():
                 each.t[:] = saved[agent]

@@ -31,6 +31,7 @@ from jurybox.training.runtime.shared_resources import SharedResources
 
 Message = dict[str, Any]
 
+INCARNATIONS = 1 << 23  # that can be told apart
 _POLL_SECONDS = 0.001
 _REST_SECONDS = 0.01  # between two looks while waiting at rest: a thousand looks a second take some percent of a core
 _REPORT_SECONDS = 0.5
@@ -132,7 +133,7 @@ class RoleContext:
         # Lives are counted anew when a run is resumed, the steps are not.
         lived = [] if life == 1 else [int(self.words[Word.ENV_STEPS])]
         self.seed = int(np.random.SeedSequence([plan.seed, number, life, *lived]).generate_state(1, np.uint64)[0] >> 1)
-        self.incarnation = 0 if life == 1 else self.seed % (1 << 23)
+        self.incarnation = 0 if life == 1 else self.seed % INCARNATIONS
         self.uncounted = 0  # steps of a learner that the scoreboard does not show yet
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]

@@ -20,7 +20,7 @@ from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_atomically, write_state
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, ReplaySpec
-from jurybox.training.runtime.scoreboard import PROGRESS, RunScoreboard, Word
+from jurybox.training.runtime.scoreboard import PROGRESS, ControlWord, RunScoreboard, Word
 
 # What a checkpoint keeps of every role's counters.
 _COUNTS = (
@@ -187,7 +187,8 @@ class SharedResources(Closing):
     def restore(self, plan: Plan, checkpoint: Checkpoint) -> None:
         """Fill a new run's shared memory from a checkpoint: counters, replays, published weights with their versions.
 
-        Counts of roles that the plan no longer has are added to the first role of their kind.
+        If the plan has other actors, all share the counts of those that were, and new ones begin as successors do, with
+        random numbers of their own. Counts of other roles that it no longer has go to the first role of their kind.
 
         Raises:
             CheckpointError: it is of a run with other replays or channels, or of a build with another format.
@@ -206,13 +207,19 @@ class SharedResources(Closing):
                 raise CheckpointError(
                     f"{checkpoint.folder} has the {what} {checkpoint.document[what]}, this plan has {names}"
                 )
-        numbers = {role.name: number for number, role in enumerate(plan.roles)}
-        for name, (kind, counts) in checkpoint.document["roles"].items():
-            of_kind = plan.of_kind(Kind(kind))
-            number = numbers.get(name, of_kind[0] if of_kind else None)
-            for word, count in zip(_COUNTS, counts, strict=False):
-                if number is not None:
-                    self.scoreboard.words[number][word] += count
+        numbers = {role.name: [number] for number, role in enumerate(plan.roles)}
+        roles, actors = checkpoint.document["roles"], plan.of_kind(Kind.ACTOR)
+        named = {name for name, (kind, _) in roles.items() if kind == Kind.ACTOR}
+        if named != {plan.roles[number].name for number in actors}:
+            numbers |= dict.fromkeys(named, list(actors))
+        for name, (kind, counts) in roles.items():
+            among = numbers.get(name, list(plan.of_kind(Kind(kind))[:1]))
+            for place, number in enumerate(among):
+                for word, count in zip(_COUNTS, counts, strict=False):
+                    self.scoreboard.words[number][word] += count // len(among) + (place < count % len(among))
+        for number in actors:
+            if plan.roles[number].name not in roles:
+                self.scoreboard.orders[number][ControlWord.LIFE] = 1
         for replay in plan.replays:
             self.replay(replay.name).restore(checkpoint.folder / f"replay-{replay.name}.jbr")
         for channel in plan.channels:

@@ -93,8 +93,8 @@ class GymTraining(EnvironmentSettings):
 
     title = "gym"
     may_change = (
-        *("steps", "seconds", "policy", "server", "server_http", "device", "compile", "max_ahead", "publish_interval"),
-        *("max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
+        *("steps", "seconds", "workers", "policy", "server", "server_http", "device", "compile", "max_ahead"),
+        *("publish_interval", "max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
         *("reset_timeout", "check_steps", "film"),
     )
 
