@@ -58,7 +58,8 @@ def stacked(modules: list[Policy], dtype: torch.dtype) -> Stack:
 def forwards(agents: int, rows: int, device: str) -> dict[str, Callable[[], object]]:
     modules = [Policy().to(device).eval() for _ in range(agents)]
     x = torch.randn(agents, rows, 52, device=device)
-    call, stack, half = stacked_forward(modules[0]), stacked(modules, torch.float32), stacked(modules, torch.bfloat16)
+    call = stacked_forward(modules[0], ["observation"])
+    stack, half = stacked(modules, torch.float32), stacked(modules, torch.bfloat16)
     half_module = Policy().to(device, torch.bfloat16).eval()
     plain = {name: tensor.contiguous() for name, tensor in stack.tensors.items()}
     flat = torch.cat([tensor.reshape(-1) for tensor in plain.values()])

@@ -24,7 +24,7 @@ from jurybox.protocol.segment import segment_name  # noqa: E402
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
 from jurybox.protocol.weights.publisher import Publisher  # noqa: E402
 from jurybox.server.engine.served import Served  # noqa: E402
-from jurybox.server.groups.group import Member, plan  # noqa: E402
+from jurybox.server.groups.group import Member, Stack, plan, stacked_forward  # noqa: E402
 from jurybox.server.groups.groups import CannotGroup, Groups, check_groupable, require_alike  # noqa: E402
 from jurybox.server.inproc import InprocServer  # noqa: E402
 from jurybox.server.models import ServedModel  # noqa: E402
@@ -476,6 +476,31 @@ def test_whatever_a_model_computes_with_besides_its_weights_must_be_the_same(kin
     require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 2.0))
     with pytest.raises(CannotGroup, match="its scale is .*, the group's first model has .*: only weights may differ"):
         require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 3.0))
+
+
+class Positional(torch.nn.Module):
+    """Takes its inputs by their position, as the policies of trainings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 3), torch.nn.Linear(2, 3)
+
+    def forward(self, *seen):
+        first, second = seen
+        return self.first(first) - self.second(second)
+
+
+def test_inputs_without_names_are_passed_in_their_order():
+    inputs = {"z": TensorSpec("float32", (4,)), "a": TensorSpec("float32", (2,))}
+    modules = [Positional().eval() for _ in range(2)]
+    check_groupable("a", "g", modules[0], inputs)
+    stack = Stack(modules[0], 2)
+    for member, module in enumerate(modules):
+        stack.fill(member, module.state_dict(), 0)
+    given = {"a": torch.randn(2, 5, 2), "z": torch.randn(2, 5, 4)}
+    found = stacked_forward(modules[0], list(inputs))(stack.tensors, given)
+    for member, module in enumerate(modules):
+        torch.testing.assert_close(found[member], module(given["z"][member], given["a"][member]))
 
 
 @pytest.mark.parametrize(

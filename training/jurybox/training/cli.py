@@ -62,7 +62,21 @@ _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
     "seeds": (
         str | None,
         None,
-        typer.Option("--seeds", metavar="0,1,2", help="Run once per seed, in DIR/seed-N; DIR/seeds.csv compares them."),
+        typer.Option(
+            "--seeds", metavar="0,1,2", help="Run once per seed, in DIR/seed-N; DIR/report.html compares them."
+        ),
+    ),
+    "vary": (
+        list[str] | None,
+        None,
+        typer.Option(
+            "--vary", metavar="NAME=[A,B]", help="Run once per value of a setting, with each seed; repeatable."
+        ),
+    ),
+    "at_once": (
+        int,
+        1,
+        typer.Option("--at-once", metavar="N", min=1, help="Runs of --seeds and --vary that go side by side."),
     ),
     "serial": (bool, False, typer.Option("--serial", help="Run the same algorithm in one process.")),
     "resume": (bool, False, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")),
@@ -100,7 +114,7 @@ class More:
 
 
 SEED, SPEED = ("seed", "steps", "seconds"), ("workers", "envs")
-SERVED = ("policy", "server", "server_http")
+SERVED = ("policy", "server", "server_http", "server_group")
 LEARNING = ("learning_starts", "train_freq", "gradient_steps")
 INTERVALS = ("evaluate_every", "checkpoint_every")
 
@@ -297,7 +311,12 @@ def command_of(name: str, command: Command) -> TrainCommand:
         settings, more = made.given(values)
         common = {name: values[name] for name in _COMMON}
         common |= {name: None if common[name] is None else Path(common[name]) for name in ("out", "config")}
-        carry_out(command.training, given=settings, more=more, **{**common, "changes": common["changes"] or []})
+        carry_out(
+            command.training,
+            given=settings,
+            more=more,
+            **{**common, "changes": common["changes"] or [], "vary": common["vary"] or []},
+        )
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])

@@ -20,7 +20,15 @@ from jurybox.protocol.scoreboard import MAX_MODELS
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.server.engine.batches import ModelCounters
-from jurybox.server.engine.modules import array_over, bare, host_values, require_kept, tensor_over, weights_of
+from jurybox.server.engine.modules import (
+    array_over,
+    bare,
+    host_values,
+    require_kept,
+    takes_names,
+    tensor_over,
+    weights_of,
+)
 from jurybox.server.engine.served import BatchOutcome, Served, WeightsSource
 
 _MATRIX = 2
@@ -58,18 +66,22 @@ def _allocated(members: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stacked_forward(
-    module: torch.nn.Module,
+    module: torch.nn.Module, inputs: Sequence[str]
 ) -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], Any]:
     """Return a function that calls a module with a stack's weights; the module's own weights are not used.
+
+    Args:
+        inputs: names of the inputs in their order, by which a forward without these names takes them.
 
     The function takes the weights by name, (n, *shape), and the inputs by name, (n, rows, *shape). It returns the
     module's outputs, each of shape (n, rows, *shape).
     """
 
-    module = bare(module)
+    module, by_name = bare(module), takes_names(module, inputs)
 
-    def one(weights: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> Any:
-        return torch.func.functional_call(module, weights, kwargs=inputs, tie_weights=False)
+    def one(weights: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> Any:
+        args, kwargs = ((), given) if by_name else (tuple(given[name] for name in inputs), {})
+        return torch.func.functional_call(module, weights, args, kwargs, tie_weights=False)
 
     return torch.vmap(one, randomness="error")
 
@@ -159,7 +171,7 @@ class Grouped:
     def rebind(self, members: Sequence[Member], stacks: Stacks) -> None:
         """Set the members, in the order of the stacks; call it between two batches."""
         self.members, self.stacks = list(members), stacks
-        self._forward = stacked_forward(members[0].module)
+        self._forward = stacked_forward(members[0].module, list(self.spec.inputs))
         limits = [member.served.forward_timeout for member in members if member.served.forward_timeout]
         self.forward_timeout = min(limits, default=0.0)
         for place, member in enumerate(members):

@@ -17,7 +17,7 @@ from jurybox.protocol.spec import TensorSpec
 from jurybox.server.engine.batches import ModelCounters, Slot
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.exported import flat
-from jurybox.server.engine.modules import comparable, given_tensor, views_of_weights, weights_of
+from jurybox.server.engine.modules import comparable, given_tensor, takes_names, views_of_weights, weights_of
 from jurybox.server.engine.queues import Queue
 from jurybox.server.groups.group import Grouped, Member, Stack, stacked_forward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
@@ -74,7 +74,7 @@ def check_groupable(
     device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
     asked = {key: value.to(device, compute if value.is_floating_point() else None) for key, value in asked.items()}
     try:
-        together = flat(stacked_forward(module)(stack.tensors, asked))
+        together = flat(stacked_forward(module, list(inputs))(stack.tensors, asked))
     except Exception as error:
         raise CannotGroup(
             f"{where}: it cannot be computed for several sets of weights at once: {type(error).__name__}: "
@@ -87,8 +87,10 @@ def check_groupable(
         raise CannotGroup(
             f"{where}: its forward keeps a tensor in the attribute {attributes[0]!r}; it must keep nothing"
         )
+    by_name = takes_names(module, list(inputs))
     for member in (0, 1):
-        alone = flat(module(**{key: value[member, :1] for key, value in asked.items()}))
+        row = {key: value[member, :1] for key, value in asked.items()}
+        alone = flat(module(**row) if by_name else module(*row.values()))
         for one, several in zip(alone, together, strict=True):
             limit = _TOLERANCE.get(several.dtype, _HALF_TOLERANCE)
             if several.is_floating_point() and not torch.allclose(

@@ -49,7 +49,9 @@ def models(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, dict[s
 
 def policy_server(settings: HockeyTraining, sizes: tuple[int, int], log: Path) -> AbstractContextManager[ServedModels]:
     """Serve both models on the server that the settings name, or on a private one; see `served_models`."""
-    return served_models(models(settings, sizes), settings.server, log, http=settings.server_http)
+    return served_models(
+        models(settings, sizes), settings.server, log, http=settings.server_http, group=settings.server_group
+    )
 
 
 def engine_of(settings: HockeyTraining, sizes: tuple[int, int]) -> EngineSpec:

@@ -57,7 +57,7 @@ class HockeyTraining(ServedSettings):
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
         *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
-        *("server", "server_http", "reset_timeout", "check_steps"),
+        *("server", "server_http", "server_group", "reset_timeout", "check_steps"),
         *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
     )

@@ -208,7 +208,8 @@ def policies(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], 
         return
     arguments = network_of(settings.ppo.hidden)
     made = {MODEL: {"factory": FACTORY, "args": arguments, "publish": "double_buffer", "max_batch": settings.envs}}
-    with served_models(made, settings.server, log, http=settings.server_http) as served, ExitStack() as held:
+    shares: dict[str, Any] = {"http": settings.server_http, "group": settings.server_group}
+    with served_models(made, settings.server, log, **shares) as served, ExitStack() as held:
         weights = ServedWeights(served.feed({MODEL: MODEL}), settings.envs)
         held.callback(weights.close)
         yield lambda learner: ServedNetwork(learner, weights)

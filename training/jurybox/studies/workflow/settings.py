@@ -114,7 +114,7 @@ class WorkflowTraining(ServedSettings):
 
     title = "workflow"
     # Settings that may change when a run is resumed; a change of any other makes it a different run.
-    may_change = ("total_episodes", "workers", "policy", "server", "server_http")
+    may_change = ("total_episodes", "workers", "policy", "server", "server_http", "server_group")
 
     env: Literal["cage", "cyborg"] = "cage"
     red: Annotated[RedName, BeforeValidator(lambda name: _CYBORGS.get(name, name))] = "B_line"

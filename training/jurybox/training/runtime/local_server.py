@@ -123,7 +123,7 @@ class LocalServer:
                     states = {name: message.state for name, message in messages.items()}
                     info = server.status()["server"]
                     listens = not info["http"].endswith(":0")  # its gateway may come last
-                    if set(states.values()) == {"ready"} and info["state"] == "serving" and listens:
+                    if set(states.values()) <= {"ready"} and info["state"] == "serving" and listens:
                         self.http = info["http"]
                         return
                     failed = [f"{name}: {message.reason}" for name, message in messages.items() if message.reason]

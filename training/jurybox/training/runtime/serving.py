@@ -7,11 +7,13 @@ them at its end.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,7 @@ from jurybox.client import Error, Model, ModelNotFound, Refused, Reply, Server, 
 from jurybox.protocol.errors import SharedMemoryError
 from jurybox.training import interrupts
 from jurybox.training.runtime.local_server import LocalServer
-from jurybox.training.runtime.plan import ConfigError, PolicyServer
+from jurybox.training.runtime.plan import ConfigError, PolicyServer, load
 
 if TYPE_CHECKING:
     from jurybox.client import Publisher
@@ -82,6 +84,8 @@ def served_models(
     http: bool = False,
     devices: list[str] | None = None,
     replicas: int = 1,
+    group: str | None = None,
+    factories: Sequence[str] = (),
 ) -> Iterator[ServedModels]:
     """Serve models; use it in a ``with``.
 
@@ -92,6 +96,8 @@ def served_models(
         http: whether a private server serves HTTP, too, on a free port of this host.
         devices: of a private server, as in its configuration; None: the first GPU, without one the CPU.
         replicas: engines of a private server, on each device.
+        group: see `grouped`.
+        factories: of further models that clients of a private server may load.
 
     Raises:
         ServerGone: no server answers there. Refused: the server's configuration does not let the models in; the message
@@ -102,8 +108,9 @@ def served_models(
         with served_models({"policy": {"factory": "nets:policy"}}) as served, connect(served.address) as server:
             actions = server.model(served.names["policy"]).infer(observations)
     """
+    models = models if group is None else grouped(models, group)
     if server is None:
-        with _private(models, log, http, devices, replicas) as served:
+        with _private(models, log, http, devices, replicas, factories) as served:
             yield served
         return
     check_address(server, models)
@@ -116,6 +123,25 @@ def served_models(
         yield ServedModels(server, names, private=False)
 
 
+def grouped(models: Models, group: str) -> dict[str, Mapping[str, Any]]:
+    """Return the models with the group that each joins: one for each architecture, whose members share a forward.
+
+    A model that keeps versions, or has a state, is served by itself.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, settings in models.items():
+        arguments = settings.get("args", {})
+        made = load(str(settings["factory"]))(**arguments)
+        alone = settings.get("keep_versions") or getattr(made, "state", None)
+        module = getattr(made, "module", made)
+        shapes = {key: [str(tensor.dtype), *tensor.shape] for key, tensor in module.state_dict().items()}
+        # The settings of an algorithm are mostly its learner's; what of them matters here is in the module.
+        others = {key: value for key, value in arguments.items() if key != "settings"}
+        mark = hashlib.sha256(json.dumps([settings["factory"], others, str(module), shapes]).encode()).hexdigest()[:12]
+        found[name] = settings if alone else {**settings, "group": f"{group}-{mark}"}
+    return found
+
+
 def check_address(server: str, models: Models) -> None:
     """Raises ConfigError if weights cannot be published to the address."""
     if server.startswith("tcp://") and any(settings.get("publish") for settings in models.values()):
@@ -126,9 +152,12 @@ def check_address(server: str, models: Models) -> None:
 
 
 @contextmanager
-def _private(models: Models, log: Path, http: bool, devices: list[str] | None, replicas: int) -> Iterator[ServedModels]:
+def _private(
+    models: Models, log: Path, http: bool, devices: list[str] | None, replicas: int, factories: Sequence[str]
+) -> Iterator[ServedModels]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    running = LocalServer(models, log, http=http, server={"devices": devices or _devices(), "replicas": replicas})
+    own = {"devices": devices or _devices(), "replicas": replicas, "factories": factories}
+    running = LocalServer(models, log, http=http, server=own)
     try:
         running.start()
         running.wait()

@@ -222,6 +222,12 @@ class ServedSettings(Settings):
         None, description="Address (ipc:// or grpc://) of the server of a served policy; none: a private server starts."
     )
     server_http: bool = Field(False, description="Serve HTTP from the private server, too, on a free port.")
+    server_group: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64,
+        description="Policies of one group and architecture on a server are computed as one forward; none: each alone.",
+    )
 
     @field_validator("server")
     @classmethod
@@ -236,7 +242,9 @@ class ServedSettings(Settings):
     def unused(self) -> dict[str, str]:
         unused: dict[str, str] = {}
         if self.policy == "local":
-            unused |= dict.fromkeys(("server", "server_http"), 'policy is "local", so no server is asked')
+            unused |= dict.fromkeys(
+                ("server", "server_http", "server_group"), 'policy is "local", so no server is asked'
+            )
         elif self.server is not None:
             unused["server_http"] = "the server at `server` has a setting of its own for HTTP"
         return unused

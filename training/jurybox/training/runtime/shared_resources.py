@@ -211,7 +211,7 @@ class SharedResources(Closing):
         roles, actors = checkpoint.document["roles"], plan.of_kind(Kind.ACTOR)
         named = {name for name, (kind, _) in roles.items() if kind == Kind.ACTOR}
         if named != {plan.roles[number].name for number in actors}:
-            numbers |= dict.fromkeys(named, list(actors))
+            numbers |= {name: list(actors) for name in named}
         for name, (kind, counts) in roles.items():
             among = numbers.get(name, list(plan.of_kind(Kind(kind))[:1]))
             for place, number in enumerate(among):

@@ -93,8 +93,16 @@ class GymTraining(EnvironmentSettings):
 
     title = "gym"
     may_change = (
-        *("steps", "seconds", "workers", "policy", "server", "server_http", "device", "compile", "max_ahead"),
-        *("publish_interval", "max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every", "log_every"),
+        *("steps", "seconds", "workers", "policy", "server", "server_http", "server_group", "device", "compile"),
+        *(
+            "max_ahead",
+            "publish_interval",
+            "max_lag",
+            "evaluate_every",
+            "evaluation_episodes",
+            "checkpoint_every",
+            "log_every",
+        ),
         *("reset_timeout", "check_steps", "film"),
     )
 
@@ -581,7 +589,9 @@ def train(
                 "max_batch": settings.envs,
             }
             log, http = folder / "server.log", settings.server_http
-            served = resources.enter_context(served_models({MODEL: model}, settings.server, log, http=http))
+            served = resources.enter_context(
+                served_models({MODEL: model}, settings.server, log, http=http, group=settings.server_group)
+            )
         planned = plan(settings, served, builders=built, spaces=spaces, folder=folder)
         built.check(planned, settings.check_steps)
         return recorded_run(

@@ -41,7 +41,8 @@ def train(
         serve = None
         if settings.policy == "served":
             log, http = folder / "server.log", settings.server_http
-            serve = lambda models: resources.enter_context(served_models(models, settings.server, log, http=http))  # noqa: E731
+            shares = {"http": http, "group": settings.server_group}
+            serve = lambda models: resources.enter_context(served_models(models, settings.server, log, **shares))  # noqa: E731
         serial, launcher = bool(options.get("serial")), options.get("launcher")
         built = builders(settings.build_once, settings.n_envs, folder / "logs", launcher, serial=serial)
         how = resources.enter_context(built)

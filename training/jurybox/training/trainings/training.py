@@ -7,10 +7,7 @@ are the same for all trainings.
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
-import json
 import os
 import shlex
 import signal
@@ -117,10 +114,10 @@ def train(
     config: Path | None,
     changes: Sequence[str],
     given: Mapping[str, Any],
-    mlflow: bool = False,
-    wandb: bool = False,
     debug_state: bool = False,
     seeds: str | None = None,
+    vary: Sequence[str] = (),
+    at_once: int = 1,
     **options: Any,
 ) -> None:
     """Run the command of a training, and exit with its status.
@@ -132,106 +129,104 @@ def train(
         changes: ``NAME=VALUE`` strings, which override `config`.
         given: settings from command-line options, which override both; None: not given.
         debug_state: report the current shared state of the run in that folder instead of training.
-        seeds: "0,1,2": one run per seed, one after the other, in subfolders ``seed-0``, ...; ``seeds.csv`` compares
-            them.
-        options: further fields of `Run`.
+        seeds: "0,1,2": one run per seed, in subfolders ``seed-0``, ...; see `fleet`.
+        vary: ``NAME=[VALUE, VALUE]`` strings: one run for each of them.
+        at_once: how many of these runs run side by side.
+        options: further arguments of `carried_out`.
     """
 
     def work(console: Console, resources: ExitStack) -> str:
-        from jurybox.training.run_folder import is_begun
+        from jurybox.training.runtime.plan import ConfigError
         from jurybox.training.runtime.settings import changes_of
+        from jurybox.training.trainings import fleet
         from jurybox.training.trainings.progress import require
 
-        require(mlflow=mlflow, wandb=wandb)
-        module, _, name = training.partition(":")
-        found: Training = getattr(import_module(module), name)
-        settings = found.settings.read(config, changes_of(changes, given))
+        require(mlflow=options.get("mlflow", False), wandb=options.get("wandb", False))
+        found, changed = named(training), changes_of(changes, given)
+        settings = found.settings.read(config, changed)
         folder: Path = out or getattr(settings, "log_dir", None) or Path(f"{found.name}-out")
         if debug_state:
             from jurybox.training.runtime.scoreboard import debug_state as state_of
 
             return state_of(folder)
-        if seeds is None:
-            return carried_out(found, settings, folder, console)
-        numbers = _seeds_of(seeds, given, changes)
-        check_folder(folder)
-        results = []
-        for number in numbers:
-            seed_folder = folder / f"seed-{number}"
-            console.print(f"seed {number}, in {seed_folder}", highlight=False, markup=False)
-            # With --resume, a seed whose run was not begun yet starts a new one.
-            resumes = {"resume": options.get("resume", False) and is_begun(seed_folder)}
-            results.append(carried_out(found, settings.changed(seed=number), seed_folder, console, **resumes))
-            interrupts.check()
-        return "\n\n".join([*results, _compared(folder, numbers)])
-
-    def carried_out(found: Training, settings: Settings, folder: Path, console: Console, **changed: Any) -> str:
-        from jurybox.training.trainings.progress import trackers
-
-        run = Run(
-            folder,
-            console,
-            shlex.join(["jurybox", *sys.argv[1:]]),
-            trackers=lambda: trackers(found.name, folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
-            **{**options, **changed},
-        )
-        check_folder(folder)
+        members = fleet.members_of(seeds, vary, changed, settings.seed)
+        if members:
+            return fleet.carried_out(
+                training, members, config, changed, folder, console, folders, at_once=at_once, **options
+            )
+        if at_once != 1:
+            raise ConfigError("--at-once: this is a single run; several are of --seeds 0,1,2 or --vary NAME=[...]")
         folders.append(folder)
-        if run.serial:
-            run.refuse({"--launcher": "--serial runs in this process"})
-        if run.launcher == "local":  # Ray places a learner on a machine with GPUs, which this one may not have
-            check_device(getattr(settings, "device", "cpu"))
-        return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
+        return carried_out(found, settings, folder, console, **options)
 
-    folders: list[Path] = []  # of the run, or the last one with --seeds
+    folders: list[Path] = []  # of the run, or those of several
 
     def left() -> str:
-        from jurybox.training.checkpoints import CheckpointError, Checkpoints
-
-        try:
-            found = Checkpoints(folders[-1] / "checkpoints").latest() if folders else None
-        except CheckpointError as error:
-            return f"stopped; {error}"
-        if found is None:
-            return "stopped before the first checkpoint, so there is nothing to go on from"
-        return f"stopped; --resume goes on from the checkpoint at {found.document['env_steps']:,} env steps"
+        if len(folders) > 1 and at_once > 1:
+            return "stopped; --resume goes on from the newest checkpoint of each run"
+        return left_in(folders[-1]) if folders else "stopped before it began"
 
     until_interrupted(work, out, message="stopping", left=left)
 
 
-def _seeds_of(text: str, given: Mapping[str, Any], changes: Sequence[str]) -> list[int]:
-    """Parse a list of seeds such as "0,1,2".
+def named(training: str) -> Training:
+    """Import the training "package.module:NAME"."""
+    module, _, name = training.partition(":")
+    found: Training = getattr(import_module(module), name)
+    return found
 
-    Raises:
-        ConfigError: it is not a list of different seeds, or the command line sets ``seed``, too.
+
+def command_line() -> str:
+    """Return the command that repeats this process's work."""
+    return shlex.join(["jurybox", *sys.argv[1:]])
+
+
+def carried_out(
+    found: Training,
+    settings: Settings,
+    folder: Path,
+    console: Console,
+    *,
+    command: str | None = None,
+    mlflow: bool = False,
+    wandb: bool = False,
+    **options: Any,
+) -> str:
+    """Carry out a run, and return what is printed at its end.
+
+    Args:
+        command: command line that repeats the run; None: that of this process.
+        mlflow, wandb: whether it is tracked there.
+        options: further fields of `Run`.
     """
-    from jurybox.training.runtime.plan import ConfigError
+    from jurybox.training.trainings.progress import trackers
 
-    named = [number.strip() for number in text.split(",")]
-    if not all(number.isdecimal() for number in named) or len({int(number) for number in named}) < len(named):
-        raise ConfigError(f"--seeds {text!r}: expected different whole numbers with commas between them, 0,1,2")
-    if given.get("seed") is not None or any(change.partition("=")[0].strip() == "seed" for change in changes):
-        raise ConfigError("--seed and --seeds together: give the seeds in one of the two")
-    return [int(number) for number in named]
+    run = Run(
+        folder,
+        console,
+        command_line() if command is None else command,
+        trackers=lambda: trackers(found.name, folder, settings.as_dict(), mlflow=mlflow, wandb=wandb),
+        **options,
+    )
+    check_folder(folder)
+    if run.serial:
+        run.refuse({"--launcher": "--serial runs in this process"})
+    if run.launcher == "local":  # Ray places a learner on a machine with GPUs, which this one may not have
+        check_device(getattr(settings, "device", "cpu"))
+    return f"{found.work(settings, run)}\n\nreport: {folder / 'report.html'}"
 
 
-def _compared(folder: Path, seeds: Sequence[int]) -> str:
-    """Write the numbers of every seed's summary.json to seeds.csv; return a sentence about their returns."""
-    from jurybox.training.checkpoints import write_atomically
+def left_in(folder: Path) -> str:
+    """Return what a run that was stopped has left in its folder."""
+    from jurybox.training.checkpoints import CheckpointError, Checkpoints
 
-    found = [json.loads((folder / f"seed-{seed}" / "summary.json").read_text(encoding="utf-8")) for seed in seeds]
-    shared = [name for name, value in found[0].items() if name != "seed" and type(value) in (int, float)]
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(["seed", *shared])
-    writer.writerows([seed, *(each.get(name) for name in shared)] for seed, each in zip(seeds, found, strict=True))
-    write_atomically(folder / "seeds.csv", text.getvalue())
-    returns = [each["return_mean"] for each in found if each.get("return_mean") is not None]
-    if not returns:
-        return f"{len(seeds)} seeds: {folder / 'seeds.csv'}"
-    mean, low, high = sum(returns) / len(returns), min(returns), max(returns)
-    summary = f"mean return {mean:.4g}, from {low:.4g} to {high:.4g}"
-    return f"{len(seeds)} seeds: {summary} ({folder / 'seeds.csv'})"
+    try:
+        found = Checkpoints(folder / "checkpoints").latest()
+    except CheckpointError as error:
+        return f"stopped; {error}"
+    if found is None:
+        return "stopped before the first checkpoint, so there is nothing to go on from"
+    return f"stopped; --resume goes on from the checkpoint at {found.document['env_steps']:,} env steps"
 
 
 def check_folder(folder: Path) -> None:

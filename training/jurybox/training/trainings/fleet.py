@@ -1,0 +1,312 @@
+"""A fleet: several runs from one command, one for each seed and each variation of the settings, and their comparison.
+
+They run one after the other, or side by side in processes of their own. Side by side, their served policies are models
+of one server, which computes policies of one architecture as one stacked forward (`serving.grouped`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jurybox.processes import ControlPipe, spawn
+from jurybox.training import interrupts
+from jurybox.training.run_folder import is_begun
+from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.settings import Settings, merged
+from jurybox.training.trainings import comparison
+from jurybox.training.trainings import training as single
+from jurybox.training.trainings.training import RunFailed, check_folder, command_line, named
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MODULE = "jurybox.training.trainings.member"
+_POLL_SECONDS, _LINE_SECONDS = 0.1, 10.0
+_STOP_SECONDS = 120.0  # for the checkpoints of all, which they may write at the same time
+_OWN_POLICIES = ["jurybox.training.algorithms.served:*"]  # of algorithms of the user's own
+_UNSAFE = re.compile(r"[^\w.,=+\[\]-]+")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One run of a fleet.
+
+    Attributes:
+        variation: the settings that are its own, besides the seed, by name ("ppo.n_steps").
+        name: its folder within the fleet's.
+    """
+
+    seed: int
+    variation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        """The parts of its variation, as "learning_rate=0.001"."""
+        return [f"{name}={_shown(value)}" for name, value in self.variation.items()]
+
+    @property
+    def name(self) -> str:
+        own = f"seed-{self.seed}"
+        return f"{_UNSAFE.sub('-', ','.join(self.labels))}/{own}" if self.variation else own
+
+    def applied(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings, as nested values, with those of this member."""
+        found = dict(values)
+        for name, value in (*self.variation.items(), ("seed", self.seed)):
+            nested: Any = value
+            for part in reversed(name.split(".")):
+                nested = {part: nested}
+            found = merged(found, nested)
+        return found
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else str(value).replace(" ", "").replace("'", "")
+
+
+def members_of(seeds: str | None, vary: Sequence[str], given: Mapping[str, Any], seed: int) -> list[Member]:
+    """Return the members: each variation with each seed. No seeds and no variation: none, it is a single run.
+
+    Args:
+        seeds: "0,1,2"; None: the one of the settings.
+        vary: ``NAME=[VALUE, VALUE]`` strings, as TOML; every value of each goes with every value of the others.
+        given: the settings on the command line, nested; those of a file are overridden.
+        seed: that of the settings.
+
+    Raises:
+        ConfigError: one of them is of another form, twice there, or set in `given`, too.
+    """
+    if seeds is None and not vary:
+        return []
+    numbers = [seed] if seeds is None else _seeds_of(seeds, given)
+    varied: dict[str, list[Any]] = {}
+    for each in vary:
+        name, found = _variation_of(each)
+        if name in varied or _held(given, name):
+            raise ConfigError(f"--vary {name}: it is set or varied in another place, too: give it in one of them")
+        varied[name] = found
+    chosen = [dict(zip(varied, each, strict=True)) for each in itertools.product(*varied.values())]
+    members = [Member(number, variation) for variation in chosen for number in numbers]
+    if len({member.name for member in members}) < len(members):
+        raise ConfigError(f"--vary: expected different values, whose folders have different names, got {varied}")
+    return members
+
+
+def _seeds_of(text: str, given: Mapping[str, Any]) -> list[int]:
+    named = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() for number in named) or len({int(number) for number in named}) < len(named):
+        raise ConfigError(f"--seeds {text!r}: expected different whole numbers with commas between them, 0,1,2")
+    if "seed" in given:
+        raise ConfigError("--seed and --seeds together: give the seeds in one of the two")
+    return [int(number) for number in named]
+
+
+def _variation_of(text: str) -> tuple[str, list[Any]]:
+    name, equals, listed = (part.strip() for part in text.partition("="))
+    try:
+        found = tomllib.loads(f"value = {listed}")["value"] if equals else None
+    except tomllib.TOMLDecodeError:
+        found = None
+    if not re.fullmatch(r"\w+(\.\w+)*", name) or not isinstance(found, list) or len(found) < 2:
+        raise ConfigError(
+            f"--vary {text!r}: expected a setting and two or more values, learning_rate=[0.001, 0.0003], or "
+            '\'algorithm=["ppo", "dqn"]\''
+        )
+    if name == "seed":
+        raise ConfigError("--vary seed: several seeds are --seeds 0,1,2")
+    return name, found
+
+
+def _held(values: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def carried_out(
+    training: str,
+    members: Sequence[Member],
+    config: Path | None,
+    changed: Mapping[str, Any],
+    folder: Path,
+    console: Console,
+    folders: list[Path],
+    *,
+    at_once: int,
+    resume: bool = False,
+    **options: Any,
+) -> str:
+    """Run all members, compare them, and return what is printed at the end.
+
+    Args:
+        training: "module:attribute" of the `Training`.
+        config: TOML file with settings.
+        changed: settings that override it, nested.
+        folder: the fleet's.
+        folders: takes the folders of members that were begun.
+        at_once: how many run side by side; 1: in this process.
+        resume: members that were begun go on; the others begin.
+        options: arguments of `training.carried_out`.
+
+    Raises:
+        ConfigError: the settings of a member are inconsistent.
+        RunFailed: a member failed. Others that ran beside it went on, and those that ended are compared.
+    """
+    check_folder(folder)
+    found = named(training)
+    file = tomllib.loads(config.read_text(encoding="utf-8")) if config else {}
+    values = {member: member.applied(merged(file, changed)) for member in members}
+    chosen = {member: found.settings.read(None, given) for member, given in values.items()}  # before any begins
+
+    def options_of(member: Member) -> dict[str, Any]:
+        run = folder / member.name
+        folders.append(run)
+        return {**options, "resume": resume and is_begun(run)}
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    results, failed = [], dict[Member, str]()
+    if at_once > 1:
+        folder.mkdir(parents=True, exist_ok=True)
+        common = next(iter(chosen.values()))
+        failed = run_together(values, training, common, folder, at_once, say, options_of)
+    else:
+        for member, settings in chosen.items():
+            say(f"{member.name}, in {folder / member.name}")
+            results.append(single.carried_out(found, settings, folder / member.name, console, **options_of(member)))
+            interrupts.check()
+    ended = [member for member in members if member not in failed]
+    if ended:
+        results.append(comparison.write(folder, ended, command_line()))
+    results += [f"{member.name}: {why}" for member, why in failed.items()]
+    if failed:
+        raise RunFailed("\n".join(results))
+    return "\n\n".join(results)
+
+
+def run_together(
+    members: Mapping[Member, Mapping[str, Any]],
+    training: str,
+    settings: Settings,
+    folder: Path,
+    at_once: int,
+    say: Callable[[str], None],
+    options_of: Callable[[Member], Mapping[str, Any]],
+) -> dict[Member, str]:
+    """Run the members in processes of their own, at most `at_once` at a time; what each prints is in its log.
+
+    Args:
+        members: with the settings of each, as nested values.
+        training: "module:attribute" of the `Training`.
+        settings: those that are common to all.
+        folder: the fleet's.
+        say: takes lines about the progress.
+        options_of: the arguments of `training.carried_out` for a member, as values of JSON.
+
+    Returns:
+        Why members failed, which the others do not end with.
+    """
+    failed: dict[Member, str] = {}
+    waiting, running = deque(members.items()), dict[Member, tuple[subprocess.Popen[bytes], ControlPipe]]()
+    with _server_of(settings, folder) as common:
+        try:
+            said = time.monotonic()
+            while waiting or running:
+                interrupts.check()
+                while waiting and len(running) < at_once:
+                    member, values = waiting.popleft()
+                    given = merged({name: value for name, value in values.items() if name != "server_http"}, common)
+                    say(f"{member.name} begins ({_log_of(folder, member)})")
+                    running[member] = _started(training, given, folder, member, options_of(member))
+                for member, (process, pipe) in list(running.items()):
+                    if (status := process.poll()) is not None:
+                        pipe.close()
+                        del running[member]
+                        if status:
+                            failed[member] = f"it ended with status {status}: {_last_line(_log_of(folder, member))}"
+                        say(f"{member.name}: {failed.get(member, 'done')}")
+                if time.monotonic() - said > _LINE_SECONDS:
+                    said = time.monotonic()
+                    steps = sum(_steps_in(folder / member.name) for member in members)
+                    say(f"{len(running)} running, {len(waiting)} waiting, {steps:,} env steps of all")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            _stop(running)
+    return failed
+
+
+def _started(
+    training: str, values: Mapping[str, Any], folder: Path, member: Member, options: Mapping[str, Any]
+) -> tuple[subprocess.Popen[bytes], ControlPipe]:
+    log = _log_of(folder, member)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file, interrupts.held():
+        process, pipe = spawn(_MODULE, output=file.fileno())
+        order = {"training": training, "values": values, "folder": str(folder / member.name), "path": sys.path}
+        pipe.send("configure", **order, options={"command": command_line(), **options})
+    return process, pipe
+
+
+def _stop(running: Mapping[Member, tuple[subprocess.Popen[bytes], ControlPipe]]) -> None:
+    """Stop members in order, which write checkpoints; then by force."""
+    for process, _ in running.values():
+        process.send_signal(signal.SIGTERM)
+    until = time.monotonic() + _STOP_SECONDS
+    for process, pipe in running.values():
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        pipe.close()
+
+
+def _log_of(folder: Path, member: Member) -> Path:
+    return folder / f"{member.name}.log"
+
+
+def _steps_in(run: Path) -> int:
+    """Return the env steps of the newest row of metrics; 0: there is none yet."""
+    metrics = run / "metrics.csv"
+    rows = (
+        metrics.read_text(encoding="utf-8").split("\n")[1:-1] if metrics.exists() else []
+    )  # the last may be unfinished
+    return int(float(rows[-1].partition(",")[0])) if rows else 0
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "it has said nothing")
+
+
+@contextmanager
+def _server_of(settings: Settings, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the settings of all members that let them share one server: the one they name, or a private one."""
+    if getattr(settings, "policy", "local") != "served":
+        yield {}
+        return
+    group = {"server_group": getattr(settings, "server_group", None) or f"fleet-{secrets.token_hex(4)}"}
+    if (address := getattr(settings, "server", None)) is not None:
+        yield {"server": address, **group}
+        return
+    from jurybox.training.runtime.serving import served_models
+
+    http = bool(getattr(settings, "server_http", False))
+    with served_models({}, log=folder / "server.log", http=http, factories=_OWN_POLICIES) as served:
+        yield {"server": served.address, **group}
