@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from tests.serving import wait_until
+from tests.unit.studies.hockey.hockey_runs import settings
+from tests.unit.studies.hockey.like_the_original import HockeyEnv
 from tests.unit.trainings.test_places import Counted, CountedWorld
 
+from jurybox.studies.hockey.train import train as train_hockey
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.environments.gymnasium_env import GymEnvs
 from jurybox.training.environments.making import EnvironmentPlace
@@ -75,6 +78,33 @@ def in_marl(tmp_path, *, serial: bool):
     values = {"env": HERE + "BuiltWorld", "envs": 2, "steps": 60, "evaluate_every": 20, "ppo": {"n_steps": 8}}
     values |= {"env_args": {"file": str(tmp_path / "made")}, "log_dir": tmp_path, **SMALL}
     return train_marl(marl.MarlTraining(**values), serial=serial)
+
+
+class BuiltGame(HockeyEnv):
+    """The same of a game; its constructor is the original's, which takes no place."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        book = os.environ["GAMES"]
+        note(book, os.getpid())
+        self.lock = Path(f"{book}.{os.getpid()}.{id(self)}")
+        self.lock.touch()
+
+    def close(self):
+        super().close()
+        self.lock.unlink()
+
+
+@pytest.mark.parametrize("serial", [True, pytest.param(False, marks=pytest.mark.runs)], ids=["serial", "processes"])
+def test_a_hockey_run_builds_each_game_exactly_once(tmp_path, monkeypatch, serial) -> None:
+    monkeypatch.setenv("GAMES", str(tmp_path / "made"))
+    few = {"env": HERE + "BuiltGame", "workers": 2, "envs": 4, "evaluate_every": 160, "evaluation_games": 1}
+    s = settings(**few, learning_starts=100, steps=320, build_once=True)
+    outcome = train_hockey(s, tmp_path / "run", serial=serial)
+    assert len((tmp_path / "made").read_text().splitlines()) == 4, "for look, check, training and evaluations"
+    assert not list(tmp_path.glob("made.*")), "a game was not closed"
+    assert outcome.env_steps >= 320 and "eval_wins_weak" in outcome.evaluation and outcome.restarts == 0
+    assert {"matrix_games"} <= s.unused().keys()
 
 
 @pytest.mark.parametrize("serial", [True, pytest.param(False, marks=pytest.mark.runs)], ids=["serial", "processes"])

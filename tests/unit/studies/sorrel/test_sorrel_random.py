@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
+from jurybox.studies.sorrel.experiment import SorrelError, check
 from jurybox.studies.sorrel.models import EPOCH_BEGINS, EPOCH_ENDS, MemoryRecorder, fields_of
 from jurybox.studies.sorrel.roles import SorrelActor, SorrelLearner
 from jurybox.training.checkpoints import read_state, write_state
@@ -35,7 +38,7 @@ class World:
 
 def actor(ended=0):
     spec = SimpleNamespace(threads=torch.get_num_threads())
-    context = SimpleNamespace(seed=5, spec=spec, own_episodes=ended, episode=lambda **_: None)
+    context = SimpleNamespace(seed=5, spec=spec, own_episodes=ended, episode=lambda **_: None, resetting=nullcontext)
     return SorrelActor(context, make=(f"{__name__}:World", {}), groups={})
 
 
@@ -52,6 +55,34 @@ def test_a_resumed_actor_draws_what_it_would_have_drawn(tmp_path):
     for _ in range(4):
         resumed.step()
     assert DRAWN[8:] == DRAWN[4:8] and DRAWN[:4] != DRAWN[4:8]
+
+
+class Fails(World):
+    def take_turn(self, epoch):
+        super().take_turn(epoch)
+        if len(DRAWN) == 3:
+            raise KeyError("no such entity")
+
+
+class Unpaid(World):
+    def take_turn(self, epoch):
+        super().take_turn(epoch)
+        self.world.total_reward = float("nan")
+
+
+def test_an_environment_is_played_before_the_training_and_changes_nothing_here():
+    DRAWN.clear()
+    state = random.getstate(), torch.get_rng_state().tolist()
+    check(f"{__name__}:World", {}, 5, 0)
+    assert len(DRAWN) == 5 and (random.getstate(), torch.get_rng_state().tolist()) == state
+    check(f"{__name__}:Fails", {}, 0, 0)
+    DRAWN.clear()
+    with pytest.raises(
+        SorrelError, match=r"Fails cannot be trained in: it raised KeyError: .*test_sorrel_random.py:\d+"
+    ):
+        check(f"{__name__}:Fails", {}, 5, 0)
+    with pytest.raises(SorrelError, match=r"total_reward.*check_steps"):
+        check(f"{__name__}:Unpaid", {}, 5, 0)
 
 
 class Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from jurybox.studies.hockey.original import make_game
 from jurybox.studies.hockey.settings import Shaping
 from jurybox.training.algorithms.acting import coloured_noise
 from jurybox.training.environments.adapter import Moved, Result, Waiting
+from jurybox.training.environments.making import EnvironmentPlace, places_of
+from jurybox.training.environments.stock import Kept, kept
 from jurybox.training.replay import Field
 from jurybox.training.roles.evaluation import Episode, play_episodes
 from jurybox.training.runtime.plan import Kind
@@ -62,6 +65,8 @@ class HockeyGames:
         env, mode: see `make_game`.
         shaping: arguments of `Shaping`.
         games: these instead of new ones; closed with this.
+        places: of each game in the run.
+        shared: whether they are those of the process's stock, see `environments.stock`.
 
     Attributes:
         games: as above.
@@ -78,8 +83,15 @@ class HockeyGames:
         shaping: Mapping[str, float] | None = None,
         *,
         games: Sequence[Game] = (),
+        places: Sequence[EnvironmentPlace] = (),
+        shared: bool = False,
     ) -> None:
-        self.games = list(games) or [make_game(env, mode) for _ in range(n)]
+        self.shared = shared
+        made = partial(make_game, env, mode)
+        self._kept = [Kept(game) for game in games] or [
+            kept(["hockey", env, mode, *place], made, shared=shared) for place in places or places_of(0, range(n))
+        ]
+        self.games: list[Game] = [each.env for each in self._kept]
         self.n, self.name = len(self.games), env or "hockey"
         self._shaping = Shaping(**(shaping or {}))
         self.action_size = self.games[0].action_size
@@ -90,6 +102,7 @@ class HockeyGames:
 
     def begin(self, environment: int, seed: int) -> None:
         """Begin a game. The puck starts on the side of agent ``seed % 2``."""
+        self._kept[environment].user = self
         self._seen[:, environment] = self.games[environment].reset(seed, first=seed % 2)
         self._playing[environment], self._touches[environment] = True, 0
 
@@ -137,9 +150,16 @@ class HockeyGames:
             raise KeyError(f"nobody plays as {name!r}: {error}") from error
         return bot.act
 
+    def hold(self, alive: Callable[[], None]) -> list[int]:
+        """Return the games that another has begun anew since, see `adapter.Lent`."""
+        return [slot for slot in range(self.n) if self._playing[slot] and self._kept[slot].user is not self]
+
+    def release(self) -> None:
+        """Others may have the games."""
+
     def close(self) -> None:
-        """Close the games."""
-        for game in self.games:
+        """Close the games, if they are not shared."""
+        for game in () if self.shared else self.games:
             game.close()
 
     def _waiting(self, agent: int) -> Waiting:

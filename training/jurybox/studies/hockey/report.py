@@ -45,7 +45,7 @@ def report(
         *_games(settings, rows),
         page.return_curve(rows, "Return", "env steps", "return while exploring, 100 games"),
     ]
-    if actor is not None and settings.matrix_games:
+    if actor is not None and settings.matrix_games and not settings.build_once:
         names, opponents, points = win_matrix(settings, actor, Pool(folder / "pool"))
         drawn = charts.matrix(names, opponents, points, "points of each row's player against each column's")
         note = (

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from jurybox.studies.hockey.league import LeagueSettings
 from jurybox.training.runtime.plan import Pace
-from jurybox.training.runtime.settings import ServedSettings
+from jurybox.training.runtime.settings import EnvironmentSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ RESULTS, POOL = "results", "pool"
 LEAVING = 8  # past selves that are kept after they have left the league: a collector may just have drawn one
 
 
-class HockeyTraining(ServedSettings):
+class HockeyTraining(EnvironmentSettings):
     """Settings of a hockey training; a TOML file and the command line use the same names."""
 
     title = "hockey"
@@ -146,8 +146,6 @@ class HockeyTraining(ServedSettings):
     matrix_games: int = Field(20, ge=0, description="Games per pair in the win matrix of the report; 0: no matrix.")
     film_games: int = Field(2, ge=0, description="Games in the animation of the report; 0: none.")
     checkpoint_every: int = Field(1_000_000, ge=0, description="Env steps between two checkpoints; 0: one at the end.")
-    reset_timeout: float = Field(600.0, gt=0, description="Seconds that a reset of a game, or building it, may take.")
-    check_steps: int = Field(20, ge=0, description="Random steps that check a game before the training; 0: none.")
     log_every: int = Field(20_000, ge=1, description="Env steps between two rows of metrics.")
     on_failure: Literal["end", "serial"] = Field("end", description="What to do when a process has failed too often.")
 
@@ -211,6 +209,8 @@ class HockeyTraining(ServedSettings):
             unused["film_games"] = "only games of this package's own environment are filmed"
         if self.policy == "local":
             unused["engine_gpus"] = "policy is local, so there is no engine"
+        if self.build_once:
+            unused["matrix_games"] = "build_once is true, and there is no game beside those of the training"
         if self.free:
             unused |= dict.fromkeys(("train_freq", "gradient_steps"), 'max_ahead is "none", so there is no ratio')
         if self.device == "cpu":

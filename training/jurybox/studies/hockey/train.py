@@ -13,16 +13,16 @@ from jurybox.cluster.endpoints import REGISTRY, Serves
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.studies.hockey.algorithm import FACTORY, algorithm_of, network_of
 from jurybox.studies.hockey.curriculum import Opponents
-from jurybox.studies.hockey.games import OPPONENT, PLAYER, fields
-from jurybox.studies.hockey.original import make_game
+from jurybox.studies.hockey.games import OPPONENT, PLAYER, HockeyGames, fields
 from jurybox.studies.hockey.report import report
 from jurybox.studies.hockey.served import ENGINE, MODEL, POOL_MODEL, engine_of, policy_server
 from jurybox.studies.hockey.settings import CHANNEL, POOL, RESULTS, ROWS, HockeyTraining
 from jurybox.training.algorithms.registry import make
+from jurybox.training.environments.making import EnvironmentPlace
 from jurybox.training.policies import Acts, Description
 from jurybox.training.replay import Episodes
 from jurybox.training.roles.curriculum import columns as result_columns
-from jurybox.training.roles.hosted import Builders
+from jurybox.training.roles.hosted import Builders, builders
 from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import (
     Budget,
@@ -48,21 +48,40 @@ _RESULTS_KEPT = 8192
 _EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
 
 
-def sizes_of(settings: HockeyTraining) -> tuple[int, int]:
+def look(place: EnvironmentPlace, env: str | None, mode: int, *, shared: bool) -> tuple[int, int]:
+    """Return the sizes of an observation and of an action. Raises ImportError, ValueError: see `make_game`."""
+    games = HockeyGames(1, env, mode, places=[place], shared=shared)
+    try:
+        return games.games[0].observation_size, games.action_size
+    finally:
+        games.close()
+
+
+def sizes_of(settings: HockeyTraining, how: Builders | None = None) -> tuple[int, int]:
     """Return the sizes of an observation and of an action.
+
+    Args:
+        how: where the game is looked at; None: here, in one of its own.
 
     Raises:
         ConfigError: the environment cannot be created.
     """
+    how = how or Builders()
     try:
-        game = make_game(settings.env, settings.mode)
+        found: tuple[int, int] = how.call(partial(look, shared=how.keeps), how.place, settings.env, int(settings.mode))
+        return found
     except (ImportError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    game.close()
-    return game.observation_size, game.action_size
 
 
-def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = None, engine: str | None = None) -> Plan:
+def plan(
+    settings: HockeyTraining,
+    folder: Path,
+    served: ServedModels | None = None,
+    engine: str | None = None,
+    *,
+    how: Builders | None = None,
+) -> Plan:
     """Create the plan for these settings.
 
     Args:
@@ -70,11 +89,13 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
         served: with a served policy, the server that has the models of `hockey.served.models`.
         engine: with a served policy, the name of an engine in the cluster that has these models; the launcher starts
             it.
+        how: how roles get their games; None: each builds its own.
 
     Raises:
         ConfigError: the environment cannot be created.
     """
-    sizes = sizes_of(settings)
+    how = how or Builders()
+    sizes = sizes_of(settings, how)
     past = None if served is None else served.names[POOL_MODEL]
     folders = {POOL: str(folder.resolve() / "pool")} | ({REGISTRY: str(folder.resolve() / "engines")} if engine else {})
     algorithm = algorithm_of(settings, sizes)
@@ -91,16 +112,19 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
     local = {"make": f"{_STUDY}.opponents:LocalPolicies", "pool": settings.league.pool}
     serving = {**local, "make": f"{_STUDY}.served:ServedPolicies", "past": past, "engine": engine}
     # What acts needs no more of the algorithm than TD3's policy, and none of the modules with torch.
+    adapter, arguments = how.adapter(
+        f"{_STUDY}.games:HockeyGames", {"env": settings.env, "mode": int(settings.mode), "shaping": given["shaping"]}
+    )
     plays: dict[str, Any] = {
-        "adapter": f"{_STUDY}.games:HockeyGames",
-        "arguments": {"env": settings.env, "mode": settings.mode, "shaping": given["shaping"]},
+        "adapter": adapter,
+        "arguments": arguments,
         "policies": {PLAYER: CHANNEL, OPPONENT: CHANNEL},
         "algorithms": {CHANNEL: network_of(settings, sizes)},
     }
     acts = {
         **plays,
         "n": settings.envs_per_worker,
-        "splits": _SPLITS,
+        "splits": 1 if how.shared else _SPLITS,  # what is lent by turns is stepped together
         "recorded": [PLAYER, OPPONENT] if settings.record_opponents else [PLAYER],
         "curriculum": curriculum,
         "results": RESULTS,
@@ -120,6 +144,8 @@ def plan(settings: HockeyTraining, folder: Path, served: ServedModels | None = N
         "episodes": settings.evaluation_games,
         "side_by_side": _AT_ONCE,
     }
+    if how.shared:  # evaluations are in the first worker's games
+        evaluates |= {"worker": 1, "side_by_side": min(_AT_ONCE, settings.envs_per_worker)}
     return Plan(
         roles=(
             *(
@@ -267,21 +293,26 @@ def train(
         # A second thread slows down such small networks, and changes the order of sums and so their values.
         resources.enter_context(threadpool_limits(1))
         served = engine = None
+        serial = bool(options.get("serial"))
+        built = resources.enter_context(
+            builders(settings.build_once, settings.workers, folder / "logs", launcher, serial=serial)
+        )
+        sizes = sizes_of(settings, built)
         if settings.policy == "served":
             folder.mkdir(parents=True, exist_ok=True)
             serving: object = launcher
-            if isinstance(serving, Serves) and not options.get("serial") and settings.server is None:
+            if isinstance(serving, Serves) and not serial and settings.server is None:
                 if settings.on_failure == "serial":
                     raise ConfigError(
                         "on_failure='serial' does not go with a policy that an engine in a cluster serves, since that "
                         "ends with the processes: take on_failure='end', or policy='local'"
                     )
                 engine = ENGINE
-                serving.serve(engine_of(settings, sizes_of(settings)), folder / "server.log")
+                serving.serve(engine_of(settings, sizes), folder / "server.log")
             else:
-                served = resources.enter_context(policy_server(settings, sizes_of(settings), folder / "server.log"))
-        planned = plan(settings, folder, served, engine)
-        Builders().check(planned, settings.check_steps)
+                served = resources.enter_context(policy_server(settings, sizes, folder / "server.log"))
+        planned = plan(settings, folder, served, engine, how=built)
+        built.check(planned, settings.check_steps)
         return recorded_run(
             planned,
             folder,

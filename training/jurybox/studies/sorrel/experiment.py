@@ -10,11 +10,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 from rich.console import Console
 
+from jurybox.processes.surroundings import kept
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.studies.sorrel.models import acting_part, fields_of, is_on_policy, learned
+from jurybox.studies.sorrel.models import GlobalRandom, acting_part, fields_of, is_on_policy, learned
 from jurybox.studies.sorrel.roles import put_back
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Field as ReplayField
+from jurybox.training.roles.checking import place_of
 from jurybox.training.run_folder import recording, write_settings
 from jurybox.training.runtime.plan import (
     Budget,
@@ -33,6 +35,7 @@ from jurybox.training.runtime.plan import (
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.settings import Settings
+from jurybox.training.spaces import ContractBroken, number
 
 PublishMode = Literal["double_buffer", "snapshot"]
 
@@ -66,6 +69,10 @@ class Multiprocessing(Settings):
         30.0, gt=0, description="Seconds without a heartbeat after which the actor counts as hung."
     )
     learner_timeout: float = Field(60.0, gt=0)
+    reset_timeout: float = Field(
+        600.0, gt=0, description="Seconds that a reset of the environment, or building it, may take."
+    )
+    check_steps: int = Field(20, ge=0, description="Turns that check the environment before the training; 0: none.")
     checkpoint_every: int = Field(0, ge=0, description="Turns between two checkpoints; 0: one at the end.")
     log_every: int = Field(100, ge=1, description="Turns between two rows of metrics.")
     log_dir: Path = Path("sorrel-out")
@@ -151,6 +158,7 @@ def run_experiment(
         env.run_experiment(**sequential)
         return Experiment(env, None)
     planned, folder = plan(env, settings, make, arguments), settings.log_dir
+    check(make, arguments, settings.check_steps, settings.seed)
     names = [channel.name for channel in planned.channels]
     columns = (*COLUMNS, "epsilon", *(f"{what}_{name}" for what in ("loss", "missed") for name in names))
 
@@ -167,6 +175,32 @@ def run_experiment(
         if state is not None:
             put_back(env.agents[members[0]].model, state)
     return Experiment(env, outcome)
+
+
+def check(make: str, arguments: Mapping[str, Any], steps: int, seed: int) -> None:
+    """Play an environment of its own for so many turns, with models that have not learned, and drop it.
+
+    Raises:
+        SorrelError: it raised something, or its reward is no finite number; the message says where.
+    """
+    if not steps:
+        return
+    try:
+        with kept(), GlobalRandom(seed)():
+            env = load(make)(**arguments)
+            for turn in range(steps):
+                if turn == 0 or env.turn >= env.config.experiment.max_turns or env.world.is_done:
+                    env.reset()
+                    for agent in env.agents:
+                        env._model_start_epoch_action(agent, 0)
+                env.take_turn(0)
+                number(env.world.total_reward, "the world's total_reward")
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, ContractBroken) else f"it raised {type(error).__name__}: {error}"
+        raise SorrelError(
+            f"{make} cannot be trained in: {what} ({place_of(error)}). It was played before the training, at most "
+            f"{steps} turns (multiprocessing.check_steps)"
+        ) from error
 
 
 def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str, Any]) -> Plan:
@@ -224,7 +258,9 @@ def plan(env: Any, settings: Multiprocessing, make: str, arguments: Mapping[str,
         pace=Pace(turns, 1, 0, settings.max_ahead)
         if on_policy
         else Pace(settings.train_freq, 1, settings.learning_starts, settings.max_ahead),
-        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout),
+        timeouts=Timeouts(actor=settings.actor_timeout, learner=settings.learner_timeout).with_resets(
+            settings.reset_timeout
+        ),
         seed=settings.seed,
         max_lag=settings.max_lag,
         save_every=settings.checkpoint_every,

@@ -43,7 +43,7 @@ class SorrelActor(Actor):
     def __init__(self, context: RoleContext, *, make: Make, groups: Mapping[str, Sequence[int]]) -> None:
         super().__init__(context)
         torch.set_num_threads(context.spec.threads)
-        with GlobalRandom(context.seed)():
+        with GlobalRandom(context.seed)(), context.resetting():
             self.env: Any = load(make[0])(**make[1])
         # A new state: models without a given seed seed the global generators from the operating system.
         self._random = GlobalRandom(context.seed)
@@ -74,7 +74,8 @@ class SorrelActor(Actor):
         self._random.restore(state["random"])
 
     def _begin(self) -> None:
-        self.env.reset()
+        with self.context.resetting():
+            self.env.reset()
         for recorder in self._recorders.values():
             recorder.mark(EPOCH_BEGINS, self._epoch)
         for agent in self.env.agents:

@@ -116,6 +116,11 @@ class Hosted:
         found: Moved = self._asked.ask("do", "step", actions)
         return found
 
+    def scripted(self, name: str, seed: int) -> Callable[[Array], Array]:
+        """Return what plays an agent for one episode, see `adapter.WithBots`; it acts in this process."""
+        found: Callable[[Array], Array] = self._asked.ask("do", "scripted", name, seed)
+        return found
+
     def render(self, environment: int) -> tuple[Any, float]:
         """Return what an environment renders now, and its frames per second."""
         found: tuple[Any, float] = self._asked.ask("do", "render", environment)
