@@ -93,7 +93,9 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
         assert again.total == pytest.approx(evaluation["numbers"][f"return_{opponent}"], abs=1e-2)
 
 
-@pytest.mark.parametrize("kind", [".mp4", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".gif", ".png"))])
+@pytest.mark.parametrize(
+    "kind", [".mp4", ".webm", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".gif", ".png"))]
+)
 def test_episodes_are_played_and_filmed(command, tmp_path, hockey_run, kind):
     film = tmp_path / f"out{kind}"
     output = command("play", hockey_run, "--episodes", 1, "--video", film, "--seed", 3, "--set", "opponent='random'")
@@ -108,7 +110,7 @@ def test_a_film_of_any_length_needs_bounded_memory_and_keeps_its_order(tmp_path)
     assert strip.shape == (8, 120, 3)
     shades = strip[0, 5::10, 0].tolist()
     assert shades == sorted(shades) and shades[0] == 0 and shades[-1] > 80
-    with pytest.raises(ValueError, match=r"\.mp4, \.gif, \.png"):
+    with pytest.raises(ValueError, match=r"\.mp4, \.webm, \.gif, \.png"):
         save_film(frames, tmp_path / "out.avi", 25)
 
 
@@ -274,7 +276,7 @@ def test_the_error_of_an_invalid_policy_is_one_sentence(command, tmp_path, hocke
     tmp_path.joinpath("checkpoints").mkdir()
     assert "no checkpoint with one yet" in command("play", tmp_path, status=2)
     assert "there are, by env steps" in command("play", hockey_run, "--which", 7, status=2)
-    assert ".mp4, .gif, .png" in command("play", hockey_run, "--video", tmp_path / "a.avi", status=2)
+    assert ".mp4, .webm, .gif, .png" in command("play", hockey_run, "--video", tmp_path / "a.avi", status=2)
     cv2.imwrite(str(tmp_path / "a.png"), np.zeros((100, 100, 3), np.uint8))
     output = edited(tmp_path / "a.png", "--policy", hockey_run, "--out", tmp_path / "o", command=command, status=2)
     assert "expected one of photo" in output

@@ -47,7 +47,7 @@ def test_the_first_episode_of_each_evaluation_is_filmed(tmp_path, once) -> None:
     more = {"build_once": True, "env_args": {"render_mode": "rgb_array"}} if once else {}
     train(GymTraining(**SMALL, **more), tmp_path, serial=True)
     films = sorted(path.name for path in (tmp_path / "films").iterdir())
-    assert films == ["0000000032.mp4", "0000000064.mp4"]
+    assert films == ["0000000032.webm", "0000000064.webm"]
     reader = cv2.VideoCapture(str(tmp_path / "films" / films[0]))
     assert reader.get(cv2.CAP_PROP_FPS) == 10
     seen = []

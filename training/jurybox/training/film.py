@@ -1,4 +1,4 @@
-"""Write the frames of an episode as a video (.mp4, .gif) or as a strip of images (.png)."""
+"""Write the frames of an episode as a video (.mp4, .webm, .gif) or as a strip of images (.png)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 Frame = npt.NDArray[np.uint8]
-KINDS = (".mp4", ".gif", ".png")
+KINDS = (".mp4", ".webm", ".gif", ".png")
+_CODECS = {".mp4": "mp4v", ".webm": "VP80"}  # browsers play the second
 _IN_A_STRIP = 12
 _IN_A_GIF = 1000
 _WIDE = 480  # pixels of a GIF's width
@@ -26,11 +27,11 @@ def check_film(path: Path) -> None:
 class Film:
     """Writes frames, uint8 (height, width, 3), to a file, which is created at the end of the ``with`` block.
 
-    An .mp4 is written frame by frame. A .gif has at most 1000 frames, a .png at most 12 side by side. If there are
-    more, every second one is dropped, repeatedly if necessary, so that memory stays bounded.
+    An .mp4 and a .webm are written frame by frame. A .gif has at most 1000 frames, a .png at most 12 side by side. If
+    there are more, every second one is dropped, repeatedly if necessary, so that memory stays bounded.
 
     Args:
-        path: NAME.mp4, .gif or .png.
+        path: NAME.mp4, .webm, .gif or .png.
         fps: frames per second.
 
     Raises:
@@ -74,7 +75,7 @@ class Film:
     def _stream(self, frame: Frame) -> None:
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
-            fourcc = cv2.VideoWriter.fourcc(*"mp4v")
+            fourcc = cv2.VideoWriter.fourcc(*_CODECS[self._path.suffix])
             self._writer = cv2.VideoWriter(str(self._scratch), fourcc, self._fps, (width, height))
             if not self._writer.isOpened():
                 raise OSError(f"{self._path} cannot be written: expected a writable folder")

@@ -75,7 +75,7 @@ def play_policy(
     episodes: Annotated[int, typer.Option("--episodes", min=1)] = 1,
     video: Annotated[
         Path | None,
-        typer.Option("--video", metavar="FILE", help="Record a video: .mp4, .gif, or .png for a strip of frames."),
+        typer.Option("--video", metavar="FILE", help="Record a video: .mp4, .webm, .gif; .png: a strip of frames."),
     ] = None,
     which: Which = "best",
     name: Name = None,

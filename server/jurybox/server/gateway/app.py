@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -26,6 +27,7 @@ from jurybox.server.frontend.source import StatusSource
 from jurybox.server.gateway.live import LiveRoutes
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.pace import Turns
+from jurybox.server.watch.runs import Runs
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.robots.counters import PortCounters
@@ -105,6 +107,7 @@ def create_app(
     timeouts: Mapping[str, int] | None = None,
     budget: native.Budget | None = None,
     turns: Turns | None = None,
+    runs: Path | None = None,
 ) -> FastAPI:
     """Create the application over a source of the server's status.
 
@@ -116,6 +119,7 @@ def create_app(
         timeouts: the number of requests that were not answered in time, by model.
         budget: what the process holds for its clients.
         turns: of the process's doors.
+        runs: folder of the trainings that the live page shows; None: none.
     """
     app = FastAPI(
         title="Jurybox",
@@ -190,7 +194,7 @@ def create_app(
         """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = LiveRoutes(source, ports, timeouts, budget, turns)
+    app.state.watching = LiveRoutes(source, ports, timeouts, budget, turns, None if runs is None else Runs(runs))
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

@@ -13,13 +13,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from jurybox import native
-from jurybox.client import ServerGone, Timeout
+from jurybox.client import ModelNotFound, ServerGone, Timeout
 from jurybox.protocol.errors import Code, Refused, said
 from jurybox.server.frontend.source import Document, StatusSource
 from jurybox.server.gateway.metrics import exposition, format_of
 from jurybox.server.security.http import HEAD
 from jurybox.server.security.pace import Turns
 from jurybox.server.watch.history import History
+from jurybox.server.watch.runs import Runs
 from jurybox.server.watch.sample import ScoreboardReader, Snapshot
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ _FILES = {
 # The page loads only its own files, connects only to this server, and cannot be embedded in a frame.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -57,6 +58,7 @@ class LiveRoutes:
         timeouts: the number of requests that were not answered in time, by model.
         budget: what the process holds for its clients.
         turns: of the process's doors.
+        runs: trainings that are shown; None: none.
 
     Attributes:
         router: the routes, for an application to include.
@@ -69,13 +71,16 @@ class LiveRoutes:
         timeouts: Mapping[str, int] | None = None,
         budget: native.Budget | None = None,
         turns: Turns | None = None,
+        runs: Runs | None = None,
     ) -> None:
+        self._runs = runs
         self._watch = Snapshots(source, ports, timeouts, budget)
         self._scrapes = Scrapes(self._watch, turns or Turns())
-        self._broadcast = Broadcast(self._watch)
+        self._broadcast = Broadcast(self._watch, runs=runs)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._metrics, response_class=Response, summary="For Prometheus")
         self.router.add_api_route("/events", self._events, response_class=Response, include_in_schema=False)
+        self.router.add_api_route("/runs/film", self._film, response_class=Response, include_in_schema=False)
         for path, (file, media_type) in _FILES.items():
             self._serve(path, _PAGE / file, media_type)
 
@@ -103,6 +108,14 @@ class LiveRoutes:
             return Response(media_type="text/event-stream", headers=PAGE_HEADERS)
         self._broadcast.require_room()
         return StreamingResponse(self._until_left(), media_type="text/event-stream", headers=PAGE_HEADERS)
+
+    async def _film(self, name: str = "") -> Response:
+        """Return the newest film of a training."""
+        film = None if self._runs is None else await asyncio.to_thread(self._runs.film, name)
+        if film is None:
+            why = f"there is no film of {name!r}: expected a run that the page shows, which was begun with film = true"
+            raise ModelNotFound(why)
+        return Response(film, media_type="video/webm", headers=PAGE_HEADERS)
 
     async def _until_left(self) -> AsyncIterator[str]:
         stream = self._broadcast.stream()
@@ -212,8 +225,9 @@ class Broadcast:
     A client that reads slowly misses documents, and does not delay the others.
     """
 
-    def __init__(self, watch: Snapshots, interval: float = INTERVAL) -> None:
+    def __init__(self, watch: Snapshots, interval: float = INTERVAL, runs: Runs | None = None) -> None:
         self._watch = watch
+        self._runs = runs
         self._interval = interval
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
@@ -260,6 +274,7 @@ class Broadcast:
             began = time.monotonic()
             try:
                 document = history.add(await self._watch.snapshot())
+                document["runs"] = [] if self._runs is None else await asyncio.to_thread(self._runs.document)
                 self._tell("sample", json.dumps(document, separators=(",", ":")))
             except Exception as error:  # noqa: BLE001  clients get the error, and the next snapshot may succeed
                 self._tell("gone", json.dumps({"reason": said(error)}))

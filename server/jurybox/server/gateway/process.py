@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jurybox import native
@@ -81,7 +82,8 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
             routers.append(routes.paths)
         robots = _robot_doors(orders, frontend, access, doors, budget, turns)
         counters = {name: robot.counters for name, robot in robots.items()}
-        app = create_app(source, frontend.reasons, routers, counters, frontend.lanes.timeouts, budget, turns)
+        runs = Path(orders["runs"]) if orders.get("runs") else None
+        app = create_app(source, frontend.reasons, routers, counters, frontend.lanes.timeouts, budget, turns, runs)
         http = None
         if orders["http"]:
             whole, protocol = app if routes is None else DialectPaths(app, routes.endpoints), protocol_of(oip, doors)

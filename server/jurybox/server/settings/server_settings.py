@@ -59,6 +59,7 @@ class ServerSettings(SecuritySettings):
     sessions_share: float = Field(default=1.0, gt=0.0, le=1.0)
     max_restarts: int = Field(default=5, ge=0, le=1_000_000)
     traces: bool = False
+    runs: Annotated[str, AfterValidator(check_absolute)] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 

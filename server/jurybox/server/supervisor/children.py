@@ -263,7 +263,7 @@ def services(settings: Configuration, listening: Mapping[str, Any]) -> list[Chil
     def gateway() -> dict[str, Any]:
         dialects, own = settings.plain_dialects(), listening["dialects"]
         return {
-            **server.model_dump(mode="json", include=_BOTH | {"sequence_idle", "sessions_share", "grpc_http2"}),
+            **server.model_dump(mode="json", include=_BOTH | {"sequence_idle", "sessions_share", "grpc_http2", "runs"}),
             "http": listening["http"],
             "grpc": listening["grpc"],
             "panels": settings.plain_panels(),

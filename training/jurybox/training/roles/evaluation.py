@@ -122,7 +122,7 @@ class Filmed:
 
     Args:
         adapter: with `render`.
-        path: of the film, NAME.mp4.
+        path: of the film, NAME.webm.
     """
 
     def __init__(self, adapter: Any, path: Path) -> None:
@@ -236,7 +236,7 @@ class EnvEvaluator(Evaluator):
             suites = {suite.name: self._play(self._chosen, suite) for suite in self._suites}
         else:
             self._films.mkdir(parents=True, exist_ok=True)
-            with Filmed(self._adapter, self._films / f"{self.context.env_steps:010d}.mp4") as filmed:
+            with Filmed(self._adapter, self._films / f"{self.context.env_steps:010d}.webm") as filmed:
                 suites = {suite.name: self._play(self._chosen, suite, filmed) for suite in self._suites}
         played = [episode for episodes in suites.values() for episode in episodes]
         numbers = _summary(played)

@@ -92,7 +92,7 @@ def served_models(
     Args:
         models: by name, what goes under [models.NAME] of a server's configuration.
         server: address of the one that shall have them; None: a private one is started, on the GPU where there is one.
-        log: of a private server.
+        log: of a private server, in the folder of the run, or of several, which its live page shows.
         http: whether a private server serves HTTP, too, on a free port of this host.
         devices: of a private server, as in its configuration; None: the first GPU, without one the CPU.
         replicas: engines of a private server, on each device.
@@ -156,7 +156,8 @@ def _private(
     models: Models, log: Path, http: bool, devices: list[str] | None, replicas: int, factories: Sequence[str]
 ) -> Iterator[ServedModels]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    own = {"devices": devices or _devices(), "replicas": replicas, "factories": factories}
+    own: dict[str, Any] = {"devices": devices or _devices(), "replicas": replicas, "factories": factories}
+    own["runs"] = str(log.parent.absolute())  # the live page shows what is trained
     running = LocalServer(models, log, http=http, server=own)
     try:
         running.start()

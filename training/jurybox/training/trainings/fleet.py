@@ -184,7 +184,8 @@ def carried_out(
     results, failed = [], dict[Member, str]()
     if at_once > 1:
         folder.mkdir(parents=True, exist_ok=True)
-        common = next(iter(chosen.values()))
+        first = next(iter(chosen.values()))
+        common = next((each for each in chosen.values() if getattr(each, "policy", "") == "served"), first)
         failed = run_together(values, training, common, folder, at_once, say, options_of)
     else:
         for member, settings in chosen.items():
@@ -231,7 +232,10 @@ def run_together(
                 interrupts.check()
                 while waiting and len(running) < at_once:
                     member, values = waiting.popleft()
-                    given = merged({name: value for name, value in values.items() if name != "server_http"}, common)
+                    given = dict(values)
+                    if values.get("policy") == "served":
+                        given.pop("server_http", None)
+                        given |= common
                     say(f"{member.name} begins ({_log_of(folder, member)})")
                     running[member] = _started(training, given, folder, member, options_of(member))
                 for member, (process, pipe) in list(running.items()):

@@ -145,7 +145,7 @@ class GymTraining(EnvironmentSettings):
     )
     evaluation_episodes: int = Field(10, ge=1, description="Episodes per evaluation, without exploration.")
     film: bool = Field(
-        False, description="Film the first episode of each evaluation: films/ENV_STEPS.mp4 in the run's folder."
+        False, description="Film the first episode of each evaluation: films/ENV_STEPS.webm in the run's folder."
     )
     audit: tuple[str, ...] = Field(
         (),

@@ -18,14 +18,15 @@ function begin(svg) {
 }
 
 // Lines over `points` places, the newest at the right edge; a null is a gap. `words` says the values at top and bottom,
-// left of the lines.
-export function sparkline(svg, series, { points, words, logarithmic = false, floor = 0 }) {
+// left of the lines. With `fit` the bottom is the lowest value, and not 0.
+export function sparkline(svg, series, { points, words, logarithmic = false, floor = 0, fit = false }) {
   const [width, height] = begin(svg);
   const scale = logarithmic ? Math.log10 : (value) => value;
   const values = series.flat().filter((value) => value !== null);
   if (!values.length) return;
-  const most = Math.max(floor, ...values) || 1, least = logarithmic ? Math.min(...values) : 0;
-  const high = scale(most), low = logarithmic ? scale(least) - 0.2 : 0;
+  const lowest = Math.min(...values), most = fit ? Math.max(...values) : Math.max(floor, ...values) || 1;
+  const least = logarithmic || fit ? lowest : 0;
+  const high = scale(most), low = logarithmic ? scale(least) - 0.2 : least;
   const y = (value) => height - 2 - ((scale(value) - low) / (high - low || 1)) * (height - 5);
   const labels = [...new Set([most, least])].map((value) => [value, y(value)]);
   const left = 6 + 6.2 * Math.max(...labels.map(([value]) => words(value).length));

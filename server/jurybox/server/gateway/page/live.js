@@ -115,6 +115,7 @@ function show(sample) {
   draw(sample);
   fill("models", sample.models.map(model));
   fill("engines", sample.engines.map(engine));
+  runs(sample.runs);
   events(sample.events);
   $("first").hidden = !sample.first_request.length;
   say("first", sample.first_request.join("\n"));
@@ -158,6 +159,60 @@ function engine(one) {
     { text: bytes(one.device_bytes) },
     { text: String(one.restarts), tone: one.restarts ? "warn" : "" },
   ];
+}
+
+// ---- trainings
+
+const number = (value) => (value === null ? "–" : Math.abs(value) >= 1e4 ? count(Math.round(value)) : String(Number(value.toPrecision(4))));
+
+function runs(list) {
+  $("trainings").hidden = !list.length;
+  const target = $("runs"), cards = new Map([...target.children].map((card) => [card.dataset.run, card]));
+  const wanted = list.map((run) => cards.get(run.name) ?? newRun(run.name));
+  if (wanted.some((card, at) => target.children[at] !== card) || target.children.length > wanted.length) target.replaceChildren(...wanted);
+  list.forEach((run, at) => showRun(wanted[at], run));
+}
+
+function newRun(name) {
+  const card = Object.assign(document.createElement("li"), { className: "run" });
+  card.dataset.run = name;
+  const part = (tag, role) => { const node = document.createElement(tag); node.dataset.part = role; card.append(node); return node; };
+  part("h3", "name").textContent = name;
+  part("p", "figure").className = "figure";
+  const chart = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  chart.setAttribute("class", "spark");
+  chart.setAttribute("role", "img");
+  chart.setAttribute("aria-label", `Mean return of ${name} since its start`);
+  card.append(chart);
+  part("p", "note").className = "note";
+  return card;
+}
+
+function showRun(card, run) {
+  const part = (role) => card.querySelector(`[data-part="${role}"]`);
+  const set = (node, text) => { if (node.textContent !== text) node.textContent = text; };
+  set(part("figure"), `return ${number(run.return)}`);
+  const told = [`${number(run.env_steps)} env steps`];
+  if (run.steps_per_second !== null) told.push(`${number(run.steps_per_second)} steps/s`);
+  if (run.evaluated !== null) told.push(`evaluated ${number(run.evaluated)}`);
+  if (run.lag !== null) told.push(`lag ${number(run.lag)}`);
+  told.push(`${duration(Math.round(run.age))} ago`);
+  set(part("note"), told.join(" · "));
+  const key = `${run.returns.length} ${run.returns.at(-1)} ${card.clientWidth}`;
+  if (card.dataset.key !== key) {
+    card.dataset.key = key;
+    sparkline(card.querySelector("svg"), [run.returns], { points: Math.max(2, run.returns.length), words: number, fit: true });
+  }
+  let film = card.querySelector("video");
+  if (!run.film) return film?.remove();
+  if (!film) {
+    film = Object.assign(document.createElement("video"), { muted: true, loop: true, autoplay: true, playsInline: true, controls: true });
+    card.append(film);
+  }
+  const source = `/runs/film?name=${encodeURIComponent(run.name)}&at=${encodeURIComponent(run.film)}`;
+  if (film.getAttribute("src") === source) return;
+  film.setAttribute("src", source);
+  film.setAttribute("aria-label", `The first episode of the evaluation of ${run.name} at ${run.film} env steps`);
 }
 
 // Rows of a table; nodes are kept, so that nothing flickers and selected text stays selected.
