@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.report import page
@@ -41,7 +41,7 @@ def train(
         serve = None
         if settings.policy == "served":
             log, http = folder / "server.log", settings.server_http
-            shares = {"http": http, "group": settings.server_group}
+            shares: dict[str, Any] = {"http": http, "group": settings.server_group}
             serve = lambda models: resources.enter_context(served_models(models, settings.server, log, **shares))  # noqa: E731
         serial, launcher = bool(options.get("serial")), options.get("launcher")
         built = builders(settings.build_once, settings.n_envs, folder / "logs", launcher, serial=serial)
