@@ -22,7 +22,7 @@ struct Column {
     std::size_t stride;
     std::int32_t from = 0;
     std::uint32_t count = 1;
-    bool ahead = false;
+    bool ahead = false;  // of a sequence: last observations are rows, too
     std::uint8_t* valid = nullptr;  // (n, count): whether the row exists
 };
 
@@ -31,9 +31,9 @@ struct Window {
     bool linked = false;        // whether any of the following is used
     std::uint32_t back = 0;     // rows before the first
     std::uint32_t steps = 0;    // transitions to follow (n-step returns, next observations); 0: none
-    std::uint32_t length = 0;   // rows of a sequence; 0: none
+    std::uint32_t length = 0;   // rows of a sequence from the drawn one on; 0: none
     bool full_length = false;   // redraw if the episode ends within a sequence
-    bool next_needed = false;   // redraw a non-terminal end without its last observation
+    bool next_needed = false;   // a non-terminal end without its last observation is no transition
     std::optional<Field> reward;
     bool reward_is_double = false;
     double gamma = 1.0;
@@ -207,6 +207,8 @@ class Sampler {
 
     const Link& link(Ticket t) const { return ring_.links[ring_.slot_of(t)]; }
 
+    bool terminates(Ticket t) const { return (link(t).before.load(std::memory_order_relaxed) & Link::kTerminated) != 0; }
+
     // Return false if the draw cannot be used: it is no transition, or rows around it are overwritten or not written yet.
     bool resolve(Neighbours& near) const {
         const Window& w = request_.window;
@@ -218,7 +220,7 @@ class Sampler {
             *(near.self - near.before - 1) = earlier;
             before = link(earlier).before.load(std::memory_order_relaxed);
         }
-        const std::uint32_t want = std::max(w.steps, w.length == 0 ? 0 : w.length - 1);
+        const std::uint32_t want = std::max(w.steps, w.length == 0 ? 0 : w.length - (w.next_needed ? 0 : 1));
         near.transitions = 1;
         near.ended = false;
         for (near.after = 0; near.after < want && !near.ended;) {
@@ -237,7 +239,9 @@ class Sampler {
             near.ended = (flags & Link::kFinal) != 0;
             if (!near.ended) ++near.transitions;
         }
-        return true;
+        const bool left_none = near.ended && near.transitions > near.after;  // no last observation
+        if (w.length != 0 && w.next_needed && left_none && !terminates(near.self[near.after])) --near.transitions;
+        return near.transitions != 0;
     }
 
     bool copy_window(std::size_t i, std::size_t slot, Ticket* rows) {
@@ -253,7 +257,7 @@ class Sampler {
         std::int64_t next = steps;
         bool terminated = false;
         if (w.steps != 0) {
-            terminated = (link(near.self[steps - 1]).before.load(std::memory_order_relaxed) & Link::kTerminated) != 0;
+            terminated = terminates(near.self[steps - 1]);
             if (steps > near.after) {  // the episode ended without a last observation
                 if (w.next_needed && !terminated) return false;
                 next = near.after;  // any row will do, since its discount is 0
@@ -263,7 +267,7 @@ class Sampler {
         for (const Column& c : request_.columns) {
             std::byte* out = c.out + position * c.stride;
             const std::int64_t begin = (c.ahead ? next : 0) + c.from;
-            const std::int64_t end = c.ahead ? next + 1 : near.transitions;
+            const std::int64_t end = !c.ahead ? near.transitions : w.length != 0 ? near.after + 1 : next + 1;
             for (std::uint32_t k = 0; k < c.count; ++k, out += c.field.bytes) {
                 const std::int64_t at = begin + k;
                 const bool there = at >= -static_cast<std::int64_t>(near.before) && at < end;

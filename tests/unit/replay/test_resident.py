@@ -63,7 +63,8 @@ def test_every_stored_form_is_widened_as_on_the_host(make) -> None:
     st.sampled_from([
         Windows(n_step=3, gamma=0.9, next=("observation",), stack=3, stacked=("observation",)),
         Windows(n_step=2), Windows(next=("observation",)), Windows(length=4), Windows(length=3, full_length=True),
-        Windows(stack=2, stacked=("observation",)),
+        Windows(stack=2, stacked=("observation",)), Windows(length=3, before=2, next=("observation",)),
+        Windows(length=1, next=("observation",)), Windows(length=2, next=("observation",), full_length=True),
     ]),
     st.sampled_from([13, 200]),
 )  # fmt: skip

@@ -24,7 +24,7 @@ def observation(episode: int, step: int) -> np.ndarray:
 
 
 def play(replay: Replay, lengths: list[int], kinds: list[str], stream=None) -> None:
-    """Episode e, step s: observation (e, s), reward s + 1; a cut episode leaves its last observation."""
+    """Episode e, step s: observation (e, s), reward s + 1; one that is cut leaves no last observation."""
     writer = stream or replay.stream()
     for episode, (length, kind) in enumerate(zip(lengths, kinds, strict=True)):
         for step in range(length):
@@ -37,6 +37,8 @@ def play(replay: Replay, lengths: list[int], kinds: list[str], stream=None) -> N
             )
         if kind == "truncated":
             writer.end(observation=observation(episode, length))
+        elif kind == "cut":
+            writer.end()
 
 
 @settings(max_examples=25, deadline=None)
@@ -119,6 +121,55 @@ def test_sequences_end_with_their_episode(make) -> None:
     assert whole.valid["sequence"].all()
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 7), st.sampled_from(["terminated", "truncated", "cut"])), min_size=1, max_size=8
+    ).filter(lambda episodes: episodes != [(1, "cut")] * len(episodes)),
+    st.integers(1, 4),
+    st.integers(0, 3),
+)
+def test_sequences_with_rows_before_and_what_followed_agree_with_a_list_of_episodes(episodes, length, before) -> None:
+    lengths, kinds = [each for each, _ in episodes], [kind for _, kind in episodes]
+    with Replay.create(f"sequences-{length}-{before}", 200, FIELDS, episodes=EPISODES, seed=3) as replay:
+        play(replay, lengths, kinds)
+        batch = replay.sample(300, windows=Windows(length=length, before=before, next="observation"))
+        assert batch["observation"].shape == (300, before + length + 1, 2)
+        assert batch["reward"].shape == batch.valid["sequence"].shape == (300, before + length)
+        seen = set()
+        for rows, rewards, valid in zip(batch["observation"], batch["reward"], batch.valid["sequence"], strict=True):
+            episode, first = rows[before].astype(int) - [0, before]
+            seen.add((episode, first + before))
+            rows_of, kind = lengths[episode], kinds[episode]
+            last = rows_of if kind == "truncated" else rows_of - 1  # of the observations that there are
+            for k in range(before + length + 1):
+                there = 0 <= first + k <= last
+                np.testing.assert_array_equal(rows[k], observation(episode, first + k) if there else 0)
+            for k in range(before + length):
+                made = 0 <= first + k < (rows_of - 1 if kind == "cut" else rows_of)
+                assert valid[k] == made and rewards[k] == (first + k + 1 if made else 0)
+        if sum(lengths) < 20:
+            drawn = {(e, s) for e, n in enumerate(lengths) for s in range(n - (kinds[e] == "cut"))}
+            assert seen == drawn
+
+
+def test_a_sequence_waits_for_what_follows_it(make) -> None:
+    replay = make(100, FIELDS, episodes=EPISODES)
+    for step in range(4):
+        replay.add(observation=observation(0, step), reward=0.0, terminated=False, truncated=False)
+    windows = Windows(length=3, before=1, next="observation")
+    assert set(replay.sample(50, windows=windows)["observation"][:, 1, 1].tolist()) == {0}
+    replay.add(observation=observation(0, 4), reward=0.0, terminated=True, truncated=False)
+    assert set(replay.sample(200, windows=windows)["observation"][:, 1, 1].tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_rows_before_a_sequence_that_are_overwritten_keep_it_from_being_drawn(make) -> None:
+    replay = make(16, FIELDS, episodes=EPISODES)
+    play(replay, [100], ["terminated"])  # the ring holds steps 84 .. 99
+    batch = replay.sample(500, windows=Windows(length=2, before=3, next="observation"))
+    assert batch["observation"][:, 0, 1].min() == 84 and batch["observation"][:, 3, 1].min() == 87
+
+
 def test_nothing_crosses_the_write_position(make) -> None:
     replay = make(16, FIELDS, episodes=EPISODES)
     play(replay, [100], ["terminated"])  # the ring holds steps 84 .. 99
@@ -170,6 +221,11 @@ def test_windows_need_episodes(make) -> None:
         make(10, FIELDS, episodes=EPISODES).sample(1, windows=Windows(next="z"))
     with pytest.raises(ValueError, match="cannot be combined"):
         Windows(length=3, n_step=2)
+    with pytest.raises(ValueError, match="before=2 goes with length=k"):
+        Windows(before=2)
+    alone = make(10, {"observation": Field((2,))}, episodes=Episodes())
+    with pytest.raises(SpecMismatch, match="expected one that marks its transitions"):
+        alone.sample(1, windows=Windows(length=3, next="observation"))
 
 
 def test_an_anchor_without_usable_rows_is_an_error_with_a_remedy(make) -> None:

@@ -82,12 +82,14 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         for name in (*w.next, *w.stacked):
             if name not in layout.fields:
                 raise SpecMismatch(f"there is no field {name!r}; expected some of {', '.join(names)}")
+        if w.length and set(names) == set(w.next):
+            raise SpecMismatch("a sequence has a field beside those of next: expected one that marks its transitions")
         if w.n_step and episodes.reward is None:
             raise SpecMismatch(
                 "n-step returns need to know the reward: make the replay with episodes=Episodes(reward=...)"
             )
         for columns, ring in zip(self.columns, rings, strict=True):
-            columns.window(ring, max(w.stack - 1, 0), w.steps, w.length, w.full_length, bool(w.next))
+            columns.window(ring, w.back, w.steps, w.length, w.full_length, bool(w.next))
         for number, (name, spec) in enumerate(layout.fields.items()):
             if w.n_step and name == episodes.reward:
                 returns = self._array(name, (n,), np.float32)
@@ -95,11 +97,11 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
                 for columns, ring in zip(self.columns, rings, strict=True):
                     columns.returns(ring, number, w.gamma, returns, discount)
                 continue
+            first, count = w.span(name)
+            longer = name in w.next and w.length > 0
             # (name handed out, first row, rows, counted from the next row)
-            count = w.stack if name in w.stacked else w.length or 1
-            first = 1 - count if name in w.stacked else 0
-            kinds = [(name, first, count, False)]
-            if name in w.next:
+            kinds = [(name, first, count, longer)]
+            if name in w.next and not longer:
                 kinds.append((f"next_{name}", first, count, True))
             for key, start, rows, ahead in kinds:
                 multiple = name in w.stacked or w.length > 0
@@ -107,7 +109,7 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
                 mask = None
                 if name in w.stacked:
                     mask = self._mask(key, rows)
-                elif w.length and "sequence" not in self.valid:
+                elif w.length and not longer and "sequence" not in self.valid:
                     mask = self._mask("sequence", rows)
                 for columns, ring in zip(self.columns, rings, strict=True):
                     columns.add(ring, number, out, start, rows, ahead, mask)

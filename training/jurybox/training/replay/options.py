@@ -246,13 +246,15 @@ class Windows:
         next: fields of which the row after the step (or after the n steps) is handed out as well, as
             "next_<field>"; they are stored once. In an episode that terminated and left no last observation
             (`end(**final)`), it is the last row's own, and its discount is 0; a cut episode without one does not
-            hand out its last row.
+            hand out its last row. In sequences such a field itself has one row more instead, what followed the last.
         stack: 0, or the number of frames of a stack: `stacked` fields get shape (n, stack, ...), the newest frame last.
         stacked: which fields are stacked ("next_<field>" follows its field). Frames before an episode's first row
             are zeroes, and `batch.valid[field]` (n, stack) says so.
         length: 0, or the rows of a sequence: every field gets shape (n, length, ...) from the drawn row on. Rows
             after the episode's end are zeroes; `batch.valid["sequence"]` (n, length) marks them.
         full_length: draw only sequences that lie within one episode.
+        before: rows of a sequence before the drawn one, beside its `length`. Those before an episode's first row are
+            zeroes, as those after its end.
     """
 
     n_step: int = 0
@@ -262,17 +264,20 @@ class Windows:
     stacked: tuple[str, ...] = ()
     length: int = 0
     full_length: bool = False
+    before: int = 0
 
     def __post_init__(self) -> None:
         for side in ("next", "stacked"):
             names: Any = getattr(self, side)
             object.__setattr__(self, side, (names,) if isinstance(names, str) else tuple(names))
-        if min(self.n_step, self.stack, self.length) < 0:
-            raise ValueError("n_step, stack and length are 0 (off) or positive")
+        if min(self.n_step, self.stack, self.length, self.before) < 0:
+            raise ValueError("n_step, stack, length and before are 0 (off) or positive")
         if (self.stack > 0) != bool(self.stacked):
             raise ValueError("stack=k goes with stacked=(field, ...), the fields to be stacked")
-        if self.length and (self.n_step or self.next or self.stack):
-            raise ValueError("length cannot be combined with n_step, next or stack: a sequence holds its next rows")
+        if self.length and (self.n_step or self.stack):
+            raise ValueError("length cannot be combined with n_step or stack: a sequence holds its next rows")
+        if self.before and not self.length:
+            raise ValueError(f"before={self.before} goes with length=k, the rows of a sequence from the drawn one on")
 
     @property
     def any(self) -> bool:
@@ -281,5 +286,21 @@ class Windows:
 
     @property
     def steps(self) -> int:
-        """Transitions from the drawn row to its next one."""
-        return self.n_step or (1 if self.next else 0)
+        """Transitions from the drawn row to its next one; 0 of a sequence, which holds them."""
+        return 0 if self.length else self.n_step or (1 if self.next else 0)
+
+    @property
+    def back(self) -> int:
+        """Rows before the drawn one."""
+        return max(self.stack - 1, self.before)
+
+    @property
+    def ahead(self) -> int:
+        """Rows after the drawn one."""
+        return self.length - (not self.next) if self.length else self.steps
+
+    def span(self, name: str) -> tuple[int, int]:
+        """The first row of a field, counted from the drawn one, and how many there are."""
+        if self.length:
+            return -self.before, self.before + self.length + (name in self.next)
+        return (1 - self.stack, self.stack) if name in self.stacked else (0, 1)

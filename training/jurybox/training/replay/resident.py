@@ -39,6 +39,7 @@ class _Neighbours:
         transitions: (n,) rows from the drawn one on that are transitions.
         fits: (n,) whether the drawn row has all requested neighbours.
         steps, next, terminated: (n,) of n-step returns: transitions made, where they led, whether the episode is over.
+        end: (n,) behind the last row that may be handed out as what follows.
     """
 
     back: int
@@ -50,6 +51,7 @@ class _Neighbours:
     steps: torch.Tensor
     next: torch.Tensor
     terminated: torch.Tensor
+    end: torch.Tensor
 
 
 class ResidentRows:
@@ -119,17 +121,17 @@ class ResidentRows:
             if w.n_step and name == reward:
                 out[name], out["discount"] = self._returns(name, around, w)
                 continue
-            count = w.stack if name in w.stacked else w.length or 1
-            first = 1 - count if name in w.stacked else 0
-            for key, ahead in ((name, False), (f"next_{name}", True)):
-                if ahead and name not in w.next:
+            first, count = w.span(name)
+            longer = name in w.next and w.length > 0
+            for key, ahead in ((name, longer), (f"next_{name}", True)):
+                if key != name and (name not in w.next or longer):
                     continue
                 values, valid = self._window(name, around, first, count, ahead=ahead)
                 multiple = name in w.stacked or w.length > 0
                 out[key] = values if multiple else values.reshape(n, *fields[name].shape)
                 if name in w.stacked:
                     out[f"valid_{key}"] = valid.to(torch.uint8)
-                elif w.length:
+                elif w.length and not longer:
                     out.setdefault("valid_sequence", valid.to(torch.uint8))
         return out
 
@@ -139,7 +141,7 @@ class ResidentRows:
         """Values (n, count, ...) of a field, zeroes where there is no row, and (n, count) whether there is one."""
         origin = around.next[:, None] if ahead else torch.zeros_like(around.next)[:, None]
         offsets = origin + first + torch.arange(count, device=self._device)
-        end = around.next + 1 if ahead else around.transitions
+        end = around.end if ahead else around.transitions
         valid = (offsets >= -around.before[:, None]) & (offsets < end[:, None])
         columns = (offsets + around.back).clamp(0, around.positions.shape[1] - 1)
         values = self._values(name, around.positions.gather(1, columns))
@@ -164,7 +166,7 @@ class ResidentRows:
     def _around(self, drawn: torch.Tensor, w: Windows, taken: int) -> _Neighbours:
         """Follow the links of n rows side by side, as the native sampler follows those of one."""
         oldest, capacity = taken - self._capacity, self._capacity
-        back, ahead = max(w.stack - 1, 0), max(w.steps, w.length - 1 if w.length else 0)
+        back, ahead = w.back, w.ahead
         fits = (self._flags[drawn % capacity] & FINAL) == 0
         before = torch.zeros_like(drawn)
         earlier: list[torch.Tensor] = []
@@ -178,11 +180,13 @@ class ResidentRows:
             before = before + going
             earlier.append(at)
         after, transitions = torch.zeros_like(drawn), torch.ones_like(drawn)
+        left_none = torch.zeros_like(fits)  # the episode has ended, without a last observation
         later: list[torch.Tensor] = []
         at, going = drawn, torch.ones_like(fits)
         for _ in range(ahead):
             link = self._after[at % capacity]
             fits = fits & ~(going & (link == NOT_YET))
+            left_none = left_none | (going & (link == ENDED))
             going = going & (link >= 0)
             at = torch.where(going, link, at)
             after = after + going
@@ -190,9 +194,13 @@ class ResidentRows:
             going = going & ~final
             transitions = transitions + going
             later.append(at)
+        positions = torch.stack([*reversed(earlier), drawn, *later], 1)
+        if w.length and w.next:
+            last = positions.gather(1, (back + after)[:, None])[:, 0]
+            transitions = transitions - (left_none & ((self._flags[last % capacity] & TERMINATED) == 0)).long()
+            fits = fits & (transitions > 0)
         if w.full_length:
             fits = fits & (transitions >= w.length)
-        positions = torch.stack([*reversed(earlier), drawn, *later], 1)
         steps = transitions.clamp(max=w.steps)
         following, terminated = steps, torch.zeros_like(fits)
         if w.steps:
@@ -202,7 +210,8 @@ class ResidentRows:
             if w.next:
                 fits = fits & ~(cut & ~terminated)
             following = torch.where(cut, after, steps)
-        return _Neighbours(back, positions, before, after, transitions, fits, steps, following, terminated)
+        end = after + 1 if w.length else following + 1
+        return _Neighbours(back, positions, before, after, transitions, fits, steps, following, terminated, end)
 
 
 def _widened(spec: Field, stored: torch.Tensor) -> torch.Tensor:
