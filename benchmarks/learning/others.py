@@ -33,13 +33,13 @@ def run(side: str, task: Task, seed: int, episodes: int) -> dict[str, Any]:
         import torch
 
         torch.set_num_threads(1)
-    told = {name: _falling(value) if isinstance(value, str) else value for name, value in task.settings.items()}
+    given = {name: value for name, value in task.settings.items() if name != "recurrent"}  # which the class says
+    told = {name: _falling(value) if isinstance(value, str) else value for name, value in given.items()}
     if "hidden" in told:
         told["policy_kwargs"] = {"net_arch": told.pop("hidden")}
     kind, policy = getattr(library, task.algorithm.upper()), "MlpPolicy"
     if task.recurrent:
         kind, policy = import_module("sb3_contrib").RecurrentPPO, "MlpLstmPolicy"
-        del told["recurrent"]
         told["policy_kwargs"]["lstm_hidden_size"] = told.pop("hidden_size")
     module, colon, world = task.env.partition(":")
     made = getattr(import_module(module), world) if colon else partial(gymnasium.make, task.env)
