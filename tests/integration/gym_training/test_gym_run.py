@@ -81,6 +81,25 @@ def test_a_private_server_computes_the_actions(tmp_path, options) -> None:
     assert segments() <= before
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize(("algorithm", "policy"), [("dqn", "local"), ("sac", "served")])
+def test_a_policy_that_remembers_learns_from_a_replay_in_processes_and_is_resumed_and_played(
+    tmp_path, algorithm, policy
+) -> None:
+    before, world = segments(), {"dqn": "Recall", "sac": "Aim"}[algorithm]
+    line = ["--env", f"tests.unit.gym_training.test_recurrent_replay_policies:{world}", "--algorithm", algorithm]
+    line += [*SMALL_SAC, "--recurrent", "gru", "--hidden-size", "8", "--sequence-length", "4", "--burn-in", "2"]
+    line += ["--workers", "2", "--envs", "4", "--policy", policy]
+    for steps, more in ((400, []), (800, ["--resume"])):
+        done = command(tmp_path, *line, "--steps", str(steps), *more)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["env_steps"] >= steps and summary["restarts"] == 0 and summary["learner_steps"] > 20
+    loaded = policies.Policy(policies.choose(tmp_path))
+    assert loaded.recurrent and len(policies.play(loaded, 2, seed=1)) == 2
+    assert segments() <= before
+
+
 @pytest.mark.parametrize(
     "env",
     [

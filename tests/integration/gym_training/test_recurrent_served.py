@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.serving import serving
 from tests.unit.gym_training.test_recurrent_policies import SMALL, settings
+from tests.unit.gym_training.test_recurrent_replay_policies import settings as replayed
 
 from jurybox.client import connect
 from jurybox.training import policies
@@ -112,13 +113,14 @@ def test_an_exported_policy_on_a_server_remembers_in_sessions(server, run) -> No
     np.testing.assert_allclose(state["memory"], policy._memory.numpy(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
-def test_served_and_local_recurrent_policies_learn_the_same_serially(tmp_path, cell) -> None:
+@pytest.mark.parametrize(("algorithm", "cell"), [("ppo", "lstm"), ("ppo", "gru"), ("dqn", "lstm"), ("sac", "gru")])
+def test_served_and_local_recurrent_policies_learn_the_same_serially(tmp_path, algorithm, cell) -> None:
     outcomes = {}
     for policy in ("local", "served"):
-        given = {**SMALL, "recurrent": cell, "steps": 96, "policy": policy}
-        outcomes[policy] = train(GymTraining.checked(given), tmp_path / policy, serial=True)
-    assert outcomes["local"].learner_steps == outcomes["served"].learner_steps == 3
+        given = {"recurrent": cell, "steps": 96, "policy": policy}
+        s = GymTraining.checked({**SMALL, **given}) if algorithm == "ppo" else replayed(algorithm, **given)
+        outcomes[policy] = train(s, tmp_path / policy, serial=True)
+    assert outcomes["local"].learner_steps == outcomes["served"].learner_steps >= 3
     assert outcomes["local"].episodes == outcomes["served"].episodes
     assert outcomes["local"].return_mean == outcomes["served"].return_mean
     assert outcomes["local"].evaluation == outcomes["served"].evaluation

@@ -180,12 +180,6 @@ def test_a_policy_that_remembers_says_so_where_no_episode_was_begun(tmp_path) ->
         policy(np.zeros((3, 1), np.float32))
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "sac"])
-def test_an_algorithm_without_a_recurrent_form_says_what_to_take(algorithm) -> None:
-    with pytest.raises(ConfigError, match=f"recurrent: {algorithm} has no recurrent policy: take ppo, or n_stack = 4"):
-        GymTraining.checked({"algorithm": algorithm, "recurrent": "lstm"})
-
-
 def test_what_does_not_go_with_it_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="hidden_size.*recurrent is none"):
         GymTraining.read(None, {"hidden_size": 64})
@@ -193,6 +187,8 @@ def test_what_does_not_go_with_it_is_refused(tmp_path) -> None:
         GymTraining.read(None, {**SMALL, "compile": "auto"})
     with pytest.raises(ConfigError, match="recurrent.*lstm.*gru"):
         settings(recurrent="rnn")
+    with pytest.raises(ConfigError, match="sequence_length: ppo does not use it"):
+        settings(sequence_length=4)
     with pytest.raises(ConfigError, match="lstm_hidden_size is called hidden_size here"):
         GymTraining.checked({"lstm_hidden_size": 64})
     with pytest.raises(ConfigError, match="a part 'memory', the name of what the policy remembers"):

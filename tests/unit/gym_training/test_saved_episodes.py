@@ -12,6 +12,7 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.environments.adapter import WithState
 from jurybox.training.environments.gymnasium_env import GymEnvs
+from jurybox.training.roles.env_actor import _Recorder
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.trainings.gym import GymTraining, train
 from jurybox.training.trainings.marl import MarlTraining
@@ -119,6 +120,16 @@ def test_a_resumed_run_from_a_replay_goes_on_with_its_episodes(tmp_path, monkeyp
     resets.clear()
     outcome = train(s.changed(check_steps=0), tmp_path, serial=True, resume=True)
     assert outcome.episodes == 6 and len(resets) == 4 + 1, "of 64 steps in each of two, and the evaluation's"
+
+
+def test_a_resumed_run_from_a_replay_remembers_what_it_did(tmp_path, monkeypatch) -> None:
+    s = settings("dqn", recurrent="gru", hidden_size=6, sequence_length=4, burn_in=2)
+    train(s.changed(steps=48), tmp_path, serial=True)
+    (running,) = left(tmp_path, "actor-0")["actor-0"]["running"]
+    rows, acted = [], _Recorder.acted
+    monkeypatch.setattr(_Recorder, "acted", lambda self, *of: (rows.append(of[2]["memory"].copy()), acted(self, *of)))
+    train(s, tmp_path, serial=True, resume=True)
+    assert running["memories"][""].any(1).all() and np.array_equal(rows[0], running["memories"][""])
 
 
 def test_an_environment_in_a_wrapper_that_cannot_be_saved_begins_anew() -> None:

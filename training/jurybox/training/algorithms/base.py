@@ -48,8 +48,8 @@ else:
 
 __all__ = [
     "Algorithm", "AlgorithmSettings", "AlgorithmUnusable", "OffPolicySettings", "OnPolicySettings", "Progress",
-    "Rollout", "Update", "clipped", "descend", "draw_categorical", "draw_choices", "draw_normal", "log_softmax", "take",
-    "weighed",
+    "RecurrentReplaySettings", "RecurrentSettings", "Rollout", "Update", "clipped", "descend", "draw_categorical",
+    "draw_choices", "draw_normal", "log_softmax", "take", "weighed",
 ]  # fmt: skip
 
 _log = logging.getLogger("jurybox.learner")
@@ -201,6 +201,22 @@ class AlgorithmSettings(BaseModel):
         return {}
 
 
+class RecurrentSettings(AlgorithmSettings):
+    """Settings of algorithms whose policies can be recurrent."""
+
+    recurrent: Literal["lstm", "gru"] | None = Field(
+        None, description="Memory between the first layer and the hidden ones: lstm or gru; none: there is none."
+    )
+    hidden_size: int = Field(256, ge=1, description="Units of the memory of a recurrent policy and its value, each.")
+
+    def unused(self) -> Mapping[str, str]:
+        if self.recurrent is not None:
+            return {"compile": "updates of a recurrent policy are not compiled"}
+        own = ("hidden_size", "sequence_length", "burn_in")
+        why = "recurrent is none: there is no memory (hidden are the hidden layers)"
+        return {name: why for name in own if name in type(self).model_fields}
+
+
 class OnPolicySettings(AlgorithmSettings):
     """Settings of algorithms that learn from the newest policy's steps alone."""
 
@@ -241,6 +257,37 @@ class OffPolicySettings(AlgorithmSettings):
         return collect, collect if self.gradient_steps == -1 else self.gradient_steps
 
 
+class RecurrentReplaySettings(OffPolicySettings, RecurrentSettings):
+    """The same of those that learn from a replay: a recurrent one from windows of it, see `recurrent`."""
+
+    sequence_length: int = Field(
+        16, ge=1, description="Successive transitions that a recurrent policy learns from together."
+    )
+    burn_in: int = Field(
+        8, ge=0, description="Transitions before those that only bring what was remembered there up to date."
+    )
+
+    @model_validator(mode="after")
+    def _has_windows(self) -> RecurrentReplaySettings:
+        if self.recurrent is not None and self.n_steps != 1:
+            raise ValueError(
+                f"n_steps={self.n_steps} with recurrent={self.recurrent}: expected n_steps = 1, since each step of a "
+                "window is valued by the one after it"
+            )
+        if self.recurrent is not None and self.batch_size < self.sequence_length:
+            raise ValueError(
+                f"batch_size={self.batch_size} with sequence_length={self.sequence_length}: expected the transitions "
+                "of a sequence or more; raise batch_size, or lower sequence_length"
+            )
+        return self
+
+    def unsampled(self, envs: int) -> int:
+        """Of windows: the newest rows lack successors, the oldest ones those before them."""
+        if self.recurrent is None:
+            return super().unsampled(envs)
+        return (self.burn_in + self.sequence_length + 1) * envs
+
+
 class Algorithm(ABC):
     """One learning algorithm: its settings, its network, how it acts, its update.
 
@@ -259,6 +306,7 @@ class Algorithm(ABC):
         on_policy: whether it learns from a `Rollout` of the newest policy; else from batches of a replay.
         metrics: names of the metrics that `update` and `exploration` return.
         hidden_after_pictures: `hidden`, if it is not set, where pictures are all that is observed.
+        memories: of a recurrent network: its own, and its values' if they are learned by another one.
 
     Attributes:
         acting: the network that is published; `setup` sets it.
@@ -278,6 +326,7 @@ class Algorithm(ABC):
     metrics: ClassVar[tuple[str, ...]] = ()
     hidden_after_pictures: ClassVar[tuple[int, ...]] = ()
     kept: ClassVar[tuple[str, ...]] = ()
+    memories: ClassVar[int] = 0
     acting: torch.nn.Module
 
     def __init__(self, settings: Any, spec: AgentSpec) -> None:
@@ -357,7 +406,10 @@ class Algorithm(ABC):
         The last argument of such a network is its memory, float32 (n, numbers), zeros where an episode begins; the last
         tensor that it returns, after the outputs, is the memory of the next step. Rows have it as the column "memory".
         """
-        return 0
+        s = self.settings
+        if not isinstance(s, RecurrentSettings) or s.recurrent is None:
+            return 0
+        return self.memories * (2 if s.recurrent == "lstm" else 1) * s.hidden_size
 
     # ---- what learns, with torch
 
@@ -378,7 +430,8 @@ class Algorithm(ABC):
             batch: a `Batch`, or a `Rollout` if it is `on_policy`. A batch has, on the device: "observation" and
                 "next_observation", rows as `encoder` takes them; "action", int64 (n,) or float32 (n, size) in [-1, 1];
                 "reward" (n,), sums of n steps; "discount" (n,), the factor of what follows, 0 after a termination; and
-                from a prioritized replay "weights" (n,), see `weighed`: then the update has to return priorities.
+                from a prioritized replay "weights" (n,), see `weighed`: then the update has to return priorities. If
+                it `remembers`, its observations are `recurrent.Windowed`, which networks of `torsos` take as rows.
         """
 
     def steps_of(self, rows: int) -> int:
@@ -427,6 +480,14 @@ class Algorithm(ABC):
             raw=self.raw,
         )
 
+    def torsos(self) -> list[recurrent.Torso]:
+        """Create the first layers of a recurrent network, see `recurrent.Recurrent`: one for each of its `memories`."""
+        s, numbers = self.settings, self.remembers // self.memories
+        return [
+            recurrent.Torso(self.encoder(), s.recurrent, s.hidden_size, number * numbers)
+            for number in range(self.memories)
+        ]
+
     def check_bounded(self) -> None:
         """Raise AlgorithmUnusable unless actions are numbers with finite bounds."""
         if self.spec.action.counts:
@@ -441,8 +502,17 @@ class Algorithm(ABC):
             )
 
     def critic(self) -> networks.SeeingCritic:
-        """Create two critics of observations and actions (n, size), of the hidden layers that are set."""
-        return networks.SeeingCritic(self.encoder(), self.spec.action.size, self.settings.hidden)
+        """Create two critics of observations and actions (n, size), of the hidden layers that are set.
+
+        Those of a recurrent policy, which has to be `acting`, see what is remembered for them beside it.
+        """
+        acting: Any = self.acting if self.remembers else None
+        features = self.encoder() if acting is None else acting.beside[0]
+        return networks.SeeingCritic(features, self.spec.action.size, self.settings.hidden)
+
+    def own_parameters(self, actor: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The parameters of a policy, without those of what is remembered beside it, which the critics learn."""
+        return [each for name, each in actor.named_parameters() if not name.startswith("beside.")]
 
     def run(self, step: Callable[[Batch], dict[str, torch.Tensor]], given: Batch) -> dict[str, torch.Tensor]:
         """Run a method that computes with tensors alone, as a compiled graph if it `compiles`.

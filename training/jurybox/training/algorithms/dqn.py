@@ -16,12 +16,13 @@ from jurybox.training.algorithms.base import (
     Arrays,
     Batch,
     Choose,
-    OffPolicySettings,
     Progress,
+    RecurrentReplaySettings,
     Update,
     compiling,
     descend,
     networks,
+    recurrent,
     torch,
 )
 from jurybox.training.algorithms.schedules import Schedule, ShareSchedule, at
@@ -36,7 +37,7 @@ __all__ = ["DQN"]
 class DQN(Algorithm):
     """Double DQN; names and defaults are Stable-Baselines3's."""
 
-    class Settings(OffPolicySettings):
+    class Settings(RecurrentReplaySettings):
         """Settings of DQN."""
 
         learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
@@ -59,12 +60,14 @@ class DQN(Algorithm):
         )
 
         def unused(self) -> Mapping[str, str]:
+            unused = super().unused()
             if self.exploration is None:
-                return {}
+                return unused
             names = ("exploration_fraction", "exploration_initial_eps", "exploration_final_eps")
-            return dict.fromkeys(names, "exploration says how probable a random action is")
+            return {**unused, **dict.fromkeys(names, "exploration says how probable a random action is")}
 
     masks = True
+    memories = 1
     metrics = ("loss", "epsilon")
     kept = ("updates",)
     settings: Settings
@@ -84,7 +87,10 @@ class DQN(Algorithm):
         return "values", "best"
 
     def network(self) -> QValues | QuantileValues:
-        return networks.QValues(self.encoder(), self.spec.action.size, self.settings.hidden, masked=self.spec.masked)
+        of, masked = (self.spec.action.size, self.settings.hidden), self.spec.masked
+        if self.remembers:
+            return recurrent.RecurrentQValues(self.torsos(), *of, masked=masked)
+        return networks.QValues(self.encoder(), *of, masked=masked)
 
     def epsilon(self, progress: Progress) -> float:
         """The probability of a random action."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jurybox.training.algorithms.base import Batch, networks, torch
+from jurybox.training.algorithms.base import Batch, networks, recurrent, torch
 from jurybox.training.algorithms.dqn import DQN
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ class IQN(DQN):
     target: QuantileValues
 
     def network(self) -> QuantileValues:
-        return networks.QuantileValues(
-            self.encoder(), self.spec.action.size, self.settings.hidden, masked=self.spec.masked
-        )
+        of, masked = (self.spec.action.size, self.settings.hidden), self.spec.masked
+        if self.remembers:
+            return recurrent.RecurrentQuantileValues(self.torsos(), *of, masked=masked)
+        return networks.QuantileValues(self.encoder(), *of, masked=masked)
 
     def draws(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Levels of the quantiles of own returns, and of the target's, (n, quantiles) each."""

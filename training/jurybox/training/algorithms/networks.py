@@ -173,7 +173,9 @@ POLICY_QUANTILES = 32  # K there
 class QValues(nn.Module):
     """Of DQN: rows to values (n, actions). If it is `masked`, the last argument is a mask, see `allowed`."""
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int], *, masked: bool = False) -> None:
+    def __init__(
+        self, features: Features | Given, actions: int, hidden: Sequence[int], *, masked: bool = False
+    ) -> None:
         super().__init__()
         self.features, self.masked = features, masked
         self.layers = perceptron(features.size, hidden, actions)
@@ -195,7 +197,9 @@ class QuantileValues(nn.Module):
     cosines: Tensor
     spread: Tensor
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int], *, masked: bool = False) -> None:
+    def __init__(
+        self, features: Features | Given, actions: int, hidden: Sequence[int], *, masked: bool = False
+    ) -> None:
         super().__init__()
         self.features, self.masked = features, masked
         self.seen = perceptron(features.size, hidden[:-1], hidden[-1])
@@ -223,7 +227,7 @@ class QuantileValues(nn.Module):
 class DeterministicActor(nn.Module):
     """Of TD3: rows to actions (n, actions) in [-1, 1]."""
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features | Given, actions: int, hidden: Sequence[int]) -> None:
         super().__init__()
         self.features = features
         self.layers = perceptron(features.size, hidden, actions)
@@ -241,7 +245,7 @@ class DeterministicActor(nn.Module):
 class SquashedGaussianActor(nn.Module):
     """Of SAC: rows to mean and logarithm of the deviation, (n, actions) each, of what is drawn before the tanh."""
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features | Given, actions: int, hidden: Sequence[int]) -> None:
         super().__init__()
         self.features = features
         self.trunk = nn.Sequential(perceptron(features.size, hidden[:-1], hidden[-1]), nn.ReLU())
@@ -306,7 +310,7 @@ class TwinCritic(nn.Module):
 class SeeingCritic(nn.Module):
     """Two values (2, n) of rows and actions; `features` belong to both."""
 
-    def __init__(self, features: Features, actions: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: Features | Given, actions: int, hidden: Sequence[int]) -> None:
         super().__init__()
         self.features = features
         self.twins = TwinCritic(features.size, actions, hidden)

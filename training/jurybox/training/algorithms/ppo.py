@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from jurybox.training.algorithms.base import (
     Floats,
     OnPolicySettings,
     Progress,
+    RecurrentSettings,
     Rollout,
     Update,
     clipped,
@@ -149,15 +150,9 @@ class PPO(Algorithm):
         gradient_steps: optimiser steps made.
     """
 
-    class Settings(OnPolicySettings):
+    class Settings(OnPolicySettings, RecurrentSettings):
         """Names and defaults are Stable-Baselines3's."""
 
-        recurrent: Literal["lstm", "gru"] | None = Field(
-            None, description="Memory between the first layer and the hidden ones: lstm or gru; none: there is none."
-        )
-        hidden_size: int = Field(
-            256, ge=1, description="Units of the memory of a recurrent policy and its value, each."
-        )
         learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
             3e-4, description="Learning rate of Adam; a number or a schedule."
         )
@@ -174,12 +169,8 @@ class PPO(Algorithm):
             None, gt=0, description="An update stops when the KL divergence exceeds 1.5 times this."
         )
 
-        def unused(self) -> Mapping[str, str]:
-            if self.recurrent is None:
-                return {"hidden_size": "recurrent is none: there is no memory (hidden are the hidden layers)"}
-            return {"compile": "updates of a recurrent policy are not compiled"}
-
     on_policy = masks = True
+    memories = 2
     metrics = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance")
     kept = ("returns", "gradient_steps")
     acting: Any  # ActorCritic, or RecurrentActorCritic
@@ -216,13 +207,6 @@ class PPO(Algorithm):
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
         return {"log_prob": ()}
-
-    @property
-    def remembers(self) -> int:
-        s = self.settings
-        if not isinstance(s, PPO.Settings) or s.recurrent is None:
-            return 0
-        return (4 if s.recurrent == "lstm" else 2) * s.hidden_size  # the policy's and the value's
 
     def network(self) -> ActorCritic | RecurrentActorCritic:
         s, encoder = self.settings, self.encoder(orthogonal=True)

@@ -3,19 +3,37 @@
 What a network remembers of an episode is one row of numbers, its *memory*: zeros at the beginning, then what the step
 before has returned. Whoever acts keeps it, a replay has it as the column "memory", and a server keeps it for each
 session. Policy and value have one each, as in sb3-contrib's RecurrentPPO.
+
+From a replay networks learn as R2D2 does (S. Kapturowski et al., "Recurrent Experience Replay in Distributed
+Reinforcement Learning", ICLR 2019): windows of episodes begin with the memory that was stored there, and the first
+steps, the burn-in, only bring it up to date with the weights of now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from jurybox.training.algorithms.networks import ActorCritic, Features, Given, parted
+from jurybox.training.algorithms.networks import (
+    ActorCritic,
+    DeterministicActor,
+    Features,
+    Given,
+    QuantileValues,
+    QValues,
+    SquashedGaussianActor,
+    parted,
+)
+from jurybox.training.spaces import MASK, MEMORY
 
-__all__ = ["Memory", "RecurrentActorCritic", "StepSequences"]
+__all__ = [
+    "Memory", "Recurrent", "RecurrentActorCritic", "RecurrentDeterministicActor", "RecurrentQValues",
+    "RecurrentQuantileValues", "RecurrentSquashedGaussianActor", "StepSequences", "Torso", "Windowed", "rows_of",
+]  # fmt: skip
 
 Cell = Literal["lstm", "gru"]
 
@@ -145,3 +163,129 @@ class RecurrentActorCritic(nn.Module):
         """The policy's and the value's part of a memory."""
         first = self.actor_memory.numbers
         return memory[:, :first], memory[:, first:]
+
+
+# ---- from a replay
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """What a network behind a `Torso` takes instead of rows of observations: rows of windows, in their episodes.
+
+    Attributes:
+        observation: (windows, burn-in + steps, ...).
+        memory: (windows, numbers), what was remembered before the first row that is there.
+        there: bool (windows, burn-in), the rows of the burn-in that are there; the last of them, if any.
+        window, step: int64 (n,) of the rows that outputs are for: where they are, steps counted after the burn-in.
+    """
+
+    observation: Tensor
+    memory: Tensor
+    there: Tensor
+    window: Tensor
+    step: Tensor
+
+
+def rows_of(windows: Mapping[str, Tensor], burn_in: int, gamma: float) -> dict[str, Any]:
+    """The rows of an update, n of them, from windows of a replay: all that are there after the burn-in.
+
+    Args:
+        windows: columns (windows, burn-in + steps, ...) by name, and "valid", which of these rows are there; of
+            "observation" and the mask there is a step more, what followed the last.
+
+    Returns:
+        Of `Algorithm.update`: "observation" and "next_observation" are `Windowed`, the other columns (n, ...).
+    """
+    there, learned = windows["valid"].bool().tensor_split((burn_in,), 1)
+    window, step = learned.nonzero(as_tuple=True)
+    every = torch.arange(len(there), device=there.device)
+    memory = windows[MEMORY][every, burn_in - there.sum(1)]
+    observation, at = windows["observation"], burn_in + step
+    found: dict[str, Any] = {name: windows[name][window, at] for name in ("action", "reward")}
+    found["discount"] = gamma * (~windows["terminated"][window, at].bool()).float()
+    found["observation"] = Windowed(observation[:, :-1], memory, there, window, step)
+    found["next_observation"] = Windowed(observation, memory, there, window, step + 1)
+    if MASK in windows:
+        found |= {MASK: windows[MASK][window, at], f"next_{MASK}": windows[MASK][window, at + 1]}
+    return found
+
+
+class Torso(Given):
+    """A first layer and a memory, in the place of a network's first layer.
+
+    Args:
+        features: the first layer.
+        cell, size: see `Memory`.
+        first: number of this memory's first among those that are remembered.
+
+    Attributes:
+        size: features that the network behind it gets.
+    """
+
+    def __init__(self, features: Features, cell: Cell, size: int, first: int = 0) -> None:
+        super().__init__(size)
+        self.features, self.memory = features, Memory(cell, features.size, size)
+        self._part = slice(first, first + self.memory.numbers)
+
+    def forward(self, seen: Any) -> Tensor:
+        """Features (n, size): of rows in windows, or those that `step` has returned, as they are."""
+        return self._of(seen) if isinstance(seen, Windowed) else seen
+
+    def step(self, parts: Sequence[Tensor], memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Make a step: rows or inputs of observations, and all that is remembered, to features and its own part."""
+        found: tuple[Tensor, Tensor] = self.memory(self.features(*parts), memory[:, self._part])
+        return found
+
+    def _of(self, seen: Windowed) -> Tensor:
+        n, burn_in = seen.there.shape
+        memory = seen.memory[:, self._part]
+        if burn_in:
+            with torch.no_grad():
+                found = self.features(seen.observation[:, :burn_in].flatten(0, 1)).unflatten(0, (n, burn_in))
+                for step in range(burn_in):
+                    after = self.memory(found[:, step], memory)[1]
+                    memory = torch.where(seen.there[:, step, None], after, memory)
+        found = self.features(seen.observation[:, burn_in:].flatten(0, 1)).unflatten(0, (n, -1))
+        return self.memory.unrolled(found, memory)[seen.window, seen.step]
+
+
+class Recurrent(nn.Module):
+    """What makes a network recurrent whose first layer is a `Torso`: the base beside the network's own class.
+
+    Args:
+        torsos: its own, and those of values that are learned with it: what those remember is kept with the rest.
+        of, options: what the network's class takes after its first layer.
+    """
+
+    features: Torso
+
+    def __init__(self, torsos: Sequence[Torso], *of: Any, **options: Any) -> None:
+        super().__init__(torsos[0], *of, **options)
+        self.beside = nn.ModuleList(torsos[1:])
+
+    def forward(self, *seen: Any) -> Any:
+        """The network's outputs for rows that are `Windowed`; for others, whose memory is the last argument, a tuple
+        of the outputs and the next memory (n, numbers)."""
+        if isinstance(seen[0], Windowed):
+            return super().forward(*seen)
+        parts, mask = parted(seen[:-1], getattr(self, "masked", False))
+        found, after = self.features.step(parts, seen[-1])
+        outputs = super().forward(found, *(() if mask is None else (mask,)))
+        others = [torso.step(parts, seen[-1])[1] for torso in self.beside if isinstance(torso, Torso)]
+        return *(outputs if isinstance(outputs, tuple) else (outputs,)), torch.cat((after, *others), 1)
+
+
+class RecurrentQValues(Recurrent, QValues):
+    """`QValues` that remember."""
+
+
+class RecurrentQuantileValues(Recurrent, QuantileValues):
+    """`QuantileValues` that remember."""
+
+
+class RecurrentDeterministicActor(Recurrent, DeterministicActor):
+    """A `DeterministicActor` that remembers."""
+
+
+class RecurrentSquashedGaussianActor(Recurrent, SquashedGaussianActor):
+    """A `SquashedGaussianActor` that remembers."""

@@ -19,13 +19,14 @@ from jurybox.training.algorithms.base import (
     Arrays,
     Batch,
     Choose,
-    OffPolicySettings,
     Progress,
+    RecurrentReplaySettings,
     Update,
     compiling,
     descend,
     draw_normal,
     networks,
+    recurrent,
     torch,
     torch_states,
     weighed,
@@ -61,7 +62,7 @@ def first_temperature(ent_coef: float | str) -> tuple[bool, float]:
 class SAC(Algorithm):
     """Soft actor-critic of actions with finite bounds; names and defaults are Stable-Baselines3's."""
 
-    class Settings(OffPolicySettings):
+    class Settings(RecurrentReplaySettings):
         """Settings of SAC."""
 
         learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
@@ -90,6 +91,7 @@ class SAC(Algorithm):
                 raise ValueError("hidden=(): expected one layer or more, of one unit or more")
             return self
 
+    memories = 2
     metrics = ("critic_loss", "actor_loss", "value", "ent_coef", "entropy")
     hidden_after_pictures = (256, 256)
     kept = ("updates",)
@@ -107,7 +109,10 @@ class SAC(Algorithm):
         return "mean", "tanh"
 
     def network(self) -> SquashedGaussianActor:
-        return networks.SquashedGaussianActor(self.encoder(), self.spec.action.size, self.settings.hidden)
+        of = self.spec.action.size, self.settings.hidden
+        if self.remembers:
+            return recurrent.RecurrentSquashedGaussianActor(self.torsos(), *of)
+        return networks.SquashedGaussianActor(self.encoder(), *of)
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         return np.tanh(draw_normal(outputs["mean"], outputs["log_std"], rng)[0]), {}
@@ -123,7 +128,7 @@ class SAC(Algorithm):
         self.log_temperature = torch.tensor(first, device=device).log().requires_grad_(self._learns_temperature)
         self._temperature_is_scheduled = is_schedule(s.ent_coef)
         rate = at(s.learning_rate, 1.0)
-        self._of_actor, self._of_critics = list(self.acting.parameters()), list(self.critics.parameters())
+        self._of_actor, self._of_critics = self.own_parameters(self.acting), list(self.critics.parameters())
         self._of_target = list(self.target.parameters())
         self.actor_optimiser = compiling.Adam(self._of_actor, rate)
         self.critic_optimiser = compiling.Adam(self._of_critics, rate)

@@ -18,12 +18,13 @@ from jurybox.training.algorithms.base import (
     Arrays,
     Batch,
     Choose,
-    OffPolicySettings,
     Progress,
+    RecurrentReplaySettings,
     Update,
     compiling,
     descend,
     networks,
+    recurrent,
     torch,
     weighed,
 )
@@ -40,7 +41,7 @@ __all__ = ["TD3"]
 class TD3(Algorithm):
     """TD3 of actions with finite bounds; names and defaults are Stable-Baselines3's."""
 
-    class Settings(OffPolicySettings):
+    class Settings(RecurrentReplaySettings):
         """Settings of TD3."""
 
         learning_rate: Schedule = Field(  # type: ignore[assignment]  # wider, since it anneals
@@ -66,6 +67,7 @@ class TD3(Algorithm):
         )
         reward_scale: float = Field(1.0, gt=0, description="Rewards are multiplied by it.")
 
+    memories = 2
     metrics = ("critic_loss", "actor_loss", "value")
     hidden_after_pictures = (256, 256)
     kept = ("updates",)
@@ -84,7 +86,10 @@ class TD3(Algorithm):
         return "action", "box"
 
     def network(self) -> DeterministicActor:
-        return networks.DeterministicActor(self.encoder(), self.spec.action.size, self.settings.hidden)
+        of = self.spec.action.size, self.settings.hidden
+        if self.remembers:
+            return recurrent.RecurrentDeterministicActor(self.torsos(), *of)
+        return networks.DeterministicActor(self.encoder(), *of)
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         action = outputs["action"]
@@ -98,8 +103,8 @@ class TD3(Algorithm):
         self.target_actor = deepcopy(self.acting).requires_grad_(False)
         self.target_critics = deepcopy(self.critics).requires_grad_(False)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self._of_actor, self._of_critics = list(self.acting.parameters()), list(self.critics.parameters())
-        self._of_targets = [*self.target_actor.parameters(), *self.target_critics.parameters()]
+        self._of_actor, self._of_critics = self.own_parameters(self.acting), list(self.critics.parameters())
+        self._of_targets = [*self.own_parameters(self.target_actor), *self.target_critics.parameters()]
         self.actor_optimiser = compiling.Adam(self._of_actor, at(s.learning_rate, 1.0))
         self.critic_optimiser = compiling.Adam(self._of_critics, at(self._critics_rate, 1.0))
         self.updates = 0

@@ -175,28 +175,31 @@ class EnvActor(Actor):
         waiting, recorder = asked.waiting, split.recorders[asked.waiting.agent]
         columns: Arrays = {}
         chosen: Array | None = None
-        if asked.newest is not None and self._exploration is not None:
-            chosen = self._exploration.explore(recorder.player.algorithm.greedy(asked.newest()), split.numbers)
-        elif asked.newest is not None or asked.random:
-            chosen, columns = self._explore(split, asked, recorder.player.algorithm)
+        algorithm, outputs = recorder.player.algorithm, None if asked.newest is None else asked.newest()
+        if outputs is not None and self._exploration is not None:
+            chosen = self._exploration.explore(algorithm.greedy(outputs), split.numbers)
+        elif outputs is not None or asked.random:
+            chosen, columns = self._explore(split, asked, outputs, algorithm)
+        if outputs is not None and algorithm.remembers:
+            columns = {**columns, MEMORY: outputs[MEMORY]}
         actions = split.cast.actions(asked, chosen)
         recorder.acted(waiting, actions, columns)
         return actions
 
-    def _explore(self, split: _Split, asked: Asked, algorithm: Algorithm) -> tuple[Array, Arrays]:
+    def _explore(
+        self, split: _Split, asked: Asked, outputs: Arrays | None, algorithm: Algorithm
+    ) -> tuple[Array, Arrays]:
         """Let the algorithm explore."""
         progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
         if explores := algorithm.exploration(progress):
             self.context.metrics(**explores)
-        if asked.newest is not None:
-            outputs = asked.newest()
-            actions, columns = algorithm.explore(outputs, self._random, progress)
-            return actions, {**columns, MEMORY: outputs[MEMORY]} if algorithm.remembers else columns
+        if outputs is not None and not asked.random:
+            return algorithm.explore(outputs, self._random, progress)
         mask = asked.waiting.observation.get(MASK) if algorithm.spec.masked else None
         return algorithm.spec.action.sample(self._random, split.adapter.n, mask), {}
 
     def _at_random(self, agent: str) -> bool:
-        """Whether the newest policy's actions are drawn at random: nobody asks for its outputs then."""
+        """Whether the newest policy's actions are drawn at random."""
         return self._exploration is None and self.context.env_steps < self._random_until[agent]
 
     def save(self) -> dict[str, Any]:
@@ -266,7 +269,8 @@ class Asked(NamedTuple):
 
     Attributes:
         waiting: who acts.
-        newest: gives the newest policy's outputs for all environments; None: nobody needs them.
+        newest: gives the newest policy's outputs for all environments; None: nobody needs them, since it plays in none,
+            or its actions are drawn at random and it remembers nothing.
         past: environments and the outputs of the policy that plays there.
         random: whether actions are drawn at random where the newest policy plays.
     """
@@ -325,7 +329,7 @@ class Cast:
 
     def ask(self, waiting: Waiting, *, random: bool = False) -> Asked:
         """Let an agent's actions be computed; where `random`, not those of the newest policy."""
-        policy = self._players[waiting.agent].policy
+        algorithm, policy = self._players[waiting.agent]
         past, bots = self._past[waiting.agent], self._bots[waiting.agent]
         groups: dict[str, list[int]] = {}
         for environment, name in past.items():
@@ -335,7 +339,8 @@ class Cast:
             for who, rows in groups.items()
         ]
         alone = len(past) + len(bots) < self._adapter.n
-        newest = policy.submit(waiting.observation, split=self._split) if alone and not random else None
+        asks = alone and (not random or algorithm.remembers)  # what is remembered is of every step
+        newest = policy.submit(waiting.observation, split=self._split) if asks else None
         return Asked(waiting, newest, asked, random=random and alone)
 
     def actions(self, asked: Asked, chosen: Array | None) -> Array:

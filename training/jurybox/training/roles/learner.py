@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from jurybox.protocol.weights.reader import WeightsReader
+from jurybox.training.algorithms import recurrent
 from jurybox.training.algorithms.base import (
     AlgorithmUnusable,
     Batch,
@@ -20,6 +22,7 @@ from jurybox.training.algorithms.base import (
     OffPolicySettings,
     OnPolicySettings,
     Progress,
+    RecurrentReplaySettings,
     Rollout,
     Update,
 )
@@ -246,6 +249,8 @@ class BatchOnDevice:
         self._fields, self._device = dict(batch.torch()), device
         if batch.weights is not None:
             self._fields["weights"] = torch.from_numpy(batch.weights)
+        if "sequence" in batch.valid:
+            self._fields["valid"] = torch.from_numpy(batch.valid["sequence"])
         # The last copies to a GPU; None for other devices.
         self._copied = torch.cuda.Event() if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
 
@@ -255,7 +260,8 @@ class BatchOnDevice:
             self._copied.synchronize()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the fields, and "weights" of a prioritized batch, on the device; on the host they are its memory."""
+        """Return the fields, "weights" of a prioritized batch and "valid" of sequences, on the device; on the host they
+        are its memory."""
         if self._copied is None:
             return {name: tensor.to(self._device) for name, tensor in self._fields.items()}
         moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in self._fields.items()}
@@ -294,8 +300,20 @@ class OffPolicyLearner(AlgorithmLearner):
         self._beta, self._anchor_ratio, self._anchor_first = beta, anchor_ratio, anchor_first
         self._augment: Callable[[Batch], Batch] | None = None if augment is None else load(augment)
         following = ("observation", MASK) if self.algorithm.spec.masked else ("observation",)
-        windows = Windows(n_step=s.n_steps, gamma=s.gamma, next=following)
-        self._batch = self.replay.batch(s.batch_size, windows, pinned=self._device != "cpu")
+        rows, windows = s.batch_size, Windows(n_step=s.n_steps, gamma=s.gamma, next=following)
+        self._rows_of: Callable[[Batch], Batch] | None = None
+        if self.algorithm.remembers:
+            if not isinstance(s, RecurrentReplaySettings) or self.replay.layout.prioritized:
+                raise AlgorithmUnusable(
+                    f"{self.name} remembers, so it learns from windows: expected settings that are a subclass of "
+                    "RecurrentReplaySettings, and a replay that is not prioritized"
+                )
+            rows, windows = (
+                rows // s.sequence_length,
+                Windows(next=following, length=s.sequence_length, before=s.burn_in),
+            )
+            self._rows_of = partial(recurrent.rows_of, burn_in=s.burn_in, gamma=s.gamma)
+        self._batch = self.replay.batch(rows, windows, pinned=self._device != "cpu")
         self._on_device = BatchOnDevice(self._batch, self._device)
 
     def ready(self) -> bool:
@@ -313,7 +331,9 @@ class OffPolicyLearner(AlgorithmLearner):
         batch: Batch = self._on_device.tensors()
         if self._returns is not None:
             batch = {**batch, "reward": self.scaled(batch["reward"])}
-        update = self.learn(batch if self._augment is None else self._augment(batch))
+        if self._augment is not None:
+            batch = self._augment(batch)
+        update = self.learn(batch if self._rows_of is None else self._rows_of(batch))
         if self._batch.weights is not None:
             if update.priorities is None:
                 raise AlgorithmUnusable(

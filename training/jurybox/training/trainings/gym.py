@@ -22,6 +22,7 @@ from jurybox.training.algorithms.base import (
     AlgorithmUnusable,
     OffPolicySettings,
     OnPolicySettings,
+    RecurrentReplaySettings,
 )
 from jurybox.training.algorithms.registry import ALGORITHMS, algorithm_named, make, tried
 from jurybox.training.environments.gymnasium_env import (
@@ -176,10 +177,6 @@ class GymTraining(EnvironmentSettings):
     def unknown(cls, name: str, table: Sequence[str] = ()) -> str:
         if not table and any(name in algorithm_named(other).Settings.model_fields for other in ALGORITHMS):
             chosen = cls.model_fields["algorithm"].default
-            if name in ("recurrent", "hidden_size"):
-                return (
-                    f"{chosen} has no recurrent policy: take ppo, or n_stack = 4, which shows the newest observations"
-                )
             return f"{chosen} does not use it"
         return super().unknown(name, table)
 
@@ -194,12 +191,15 @@ class GymTraining(EnvironmentSettings):
             told = (each["msg"].removeprefix("Value error, ") for each in error.errors())
             raise ValueError("; ".join(told)) from error
         if isinstance(self._own, OffPolicySettings) and self._own.buffer_size is not None:
-            least = self._own.unsampled(self.envs) + 1
+            least, asks = self._own.unsampled(self.envs) + 1, {"n_steps": self._own.n_steps}
+            if isinstance(self._own, RecurrentReplaySettings) and self._own.recurrent is not None:
+                asks = {"burn_in": self._own.burn_in, "sequence_length": self._own.sequence_length}
             if self._own.buffer_size < least:
+                told = ", ".join(f"{name}={value}" for name, value in asks.items())
                 raise ValueError(
-                    f"buffer_size={self._own.buffer_size} with n_steps={self._own.n_steps} and envs={self.envs}: "
-                    f"expected {least} rows or more, since the newest n_steps + 1 of each environment cannot be "
-                    "sampled; raise buffer_size, or lower n_steps or envs"
+                    f"buffer_size={self._own.buffer_size} with {told} and envs={self.envs}: expected {least} rows or "
+                    f"more, since the newest {' + '.join(asks)} + 1 of each environment cannot be sampled; raise "
+                    f"buffer_size, or lower {', '.join(asks)} or envs"
                 )
         return self
 
