@@ -257,8 +257,6 @@ class Recurrent(nn.Module):
         of, options: what the network's class takes after its first layer.
     """
 
-    features: Torso
-
     def __init__(self, torsos: Sequence[Torso], *of: Any, **options: Any) -> None:
         super().__init__(torsos[0], *of, **options)
         self.beside = nn.ModuleList(torsos[1:])
@@ -269,10 +267,11 @@ class Recurrent(nn.Module):
         if isinstance(seen[0], Windowed):
             return super().forward(*seen)
         parts, mask = parted(seen[:-1], getattr(self, "masked", False))
-        found, after = self.features.step(parts, seen[-1])
-        outputs = super().forward(found, *(() if mask is None else (mask,)))
-        others = [torso.step(parts, seen[-1])[1] for torso in self.beside if isinstance(torso, Torso)]
-        return *(outputs if isinstance(outputs, tuple) else (outputs,)), torch.cat((after, *others), 1)
+        torsos: Any = (self.features, *self.beside)
+        steps = [torso.step(parts, seen[-1]) for torso in torsos]
+        outputs = super().forward(steps[0][0], *(() if mask is None else (mask,)))
+        memory = torch.cat([after for _, after in steps], 1)
+        return *(outputs if isinstance(outputs, tuple) else (outputs,)), memory
 
 
 class RecurrentQValues(Recurrent, QValues):

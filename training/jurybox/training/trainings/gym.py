@@ -195,9 +195,9 @@ class GymTraining(EnvironmentSettings):
             if isinstance(self._own, RecurrentReplaySettings) and self._own.recurrent is not None:
                 asks = {"burn_in": self._own.burn_in, "sequence_length": self._own.sequence_length}
             if self._own.buffer_size < least:
-                told = ", ".join(f"{name}={value}" for name, value in asks.items())
+                those = ", ".join(f"{name}={value}" for name, value in asks.items())
                 raise ValueError(
-                    f"buffer_size={self._own.buffer_size} with {told} and envs={self.envs}: expected {least} rows or "
+                    f"buffer_size={self._own.buffer_size} with {those} and envs={self.envs}: expected {least} rows or "
                     f"more, since the newest {' + '.join(asks)} + 1 of each environment cannot be sampled; raise "
                     f"buffer_size, or lower {', '.join(asks)} or envs"
                 )
