@@ -83,6 +83,7 @@ def main() -> None:
             last = 100 * values[:, -1]
             print(f"{bot} {what} {kind}: {last.mean():.1f} % at the end, from {last.min():.1f} to {last.max():.1f}")
         panel.set(title=f"against the {bot} bot", xlabel=_OVER[args.over], ylim=(0, 100))
+        panel.locator_params(axis="x", nbins=5)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel(f"% of games, {len(args.runs)} seeds")
     panels[0].legend(frameon=False)
