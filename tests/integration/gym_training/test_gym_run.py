@@ -94,7 +94,7 @@ def test_a_policy_that_remembers_learns_from_a_replay_in_processes_and_is_resume
         done = command(tmp_path, *line, "--steps", str(steps), *more)
         assert done.returncode == 0, done.stderr
         summary = json.loads((tmp_path / "summary.json").read_text())
-        assert summary["env_steps"] >= steps and summary["restarts"] == 0 and summary["learner_steps"] > 20
+        assert summary["env_steps"] >= steps and summary["restarts"] == 0 and summary["learner_steps"] > 10
     loaded = policies.Policy(policies.choose(tmp_path))
     assert loaded.recurrent and len(policies.play(loaded, 2, seed=1)) == 2
     assert segments() <= before

@@ -122,5 +122,6 @@ def test_served_and_local_recurrent_policies_learn_the_same_serially(tmp_path, a
         outcomes[policy] = train(s, tmp_path / policy, serial=True)
     assert outcomes["local"].learner_steps == outcomes["served"].learner_steps >= 3
     assert outcomes["local"].episodes == outcomes["served"].episodes
-    assert outcomes["local"].return_mean == outcomes["served"].return_mean
-    assert outcomes["local"].evaluation == outcomes["served"].evaluation
+    # Actions that are numbers differ by the outputs' last bits, and so do rewards.
+    assert outcomes["local"].return_mean == pytest.approx(outcomes["served"].return_mean, abs=1e-4)
+    assert outcomes["local"].evaluation == pytest.approx(outcomes["served"].evaluation, abs=1e-2)
