@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-RATES = ("0.0003", "0.003")
+RATES = ("0.0003", "0.001")
 
 
 def main(steps: int, address: str | None) -> None:
@@ -31,7 +31,7 @@ def main(steps: int, address: str | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12_288)
+    parser.add_argument("--steps", type=int, default=4096)
     parser.add_argument("--server", help="address of one that runs; without it a private one is started")
     arguments = parser.parse_args()
     main(arguments.steps, arguments.server)

@@ -41,7 +41,7 @@ RUNS = {
     "sb3_sac_replay": (["--steps", "120"], r"untrained (-?[\d.]+), after \d+ steps (-?[\d.]+)$", -400),
     "lstm_sessions": (["--updates", "4"], r"first 10 updates (\d+)%, last 10 updates (\d+)%$", 95),
     "recurrent_policy": (["--steps", "1024"], r"at every step (\d+)%, with its memory (\d+)%$", 95),
-    "fleet": (["--steps", "512"], r"mean return: with .*? ([\d.]+), with .*? ([\d.]+)$", 100),
+    "fleet": (["--steps", "512"], r"mean return: with .*? ([\d.]+), with .*? ([\d.]+)$", 60),
     "torchrl_collector": (["--frames", "1280"], RETURN, 100),
     "envpool_served": (["--updates", "10"], RETURN, 200),
     "learner_and_actors": (["--generations", "2"], RETURN, 300),

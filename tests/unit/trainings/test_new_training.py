@@ -164,7 +164,9 @@ def test_values_of_flags_are_those_of_a_file():
         return Setting("x", kind, "none", "", literal=literal).value_of(text)
 
     assert value("integer", "3") == 3 and value("number", "1e-3") == 0.001 and value("list", "64,64") == [64, 64]
-    assert value("list", "[64, 64]") == [64, 64] and value("table", "{a = 1}") == {"a": 1}
+    assert (
+        value("list", "[64, 64]") == [64, 64] and value("list", "64") == [64] and value("table", "{a = 1}") == {"a": 1}
+    )
     assert value("number|auto", "auto") == "auto" and value("text", "3", literal=True) == "3"
 
 

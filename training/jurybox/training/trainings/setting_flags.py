@@ -57,14 +57,16 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     def value_of(self, text: str) -> Any:
-        """Return the value of a flag's text: as TOML, a list also as 64,64; other text as it is."""
+        """Return the value of a flag's text: as TOML, a list also as 64,64 or 64; other text as it is."""
         if self.literal:
             return text
         for form in (text, f"[{text}]") if self.kind == "list" else (text,):
             try:
-                return tomllib.loads(f"value = {form}")["value"]
+                found = tomllib.loads(f"value = {form}")["value"]
             except tomllib.TOMLDecodeError:
                 continue
+            if self.kind != "list" or isinstance(found, list):
+                return found
         return text
 
 
