@@ -16,8 +16,8 @@ from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.serving import grouped
 from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
 from jurybox.training.trainings import comparison, fleet
-from jurybox.training.trainings.fleet import Member, members_of
 from jurybox.training.trainings.gym import GymTraining
+from jurybox.training.trainings.members import FleetMember, members_of
 
 
 def test_every_variation_goes_with_every_seed():
@@ -75,7 +75,7 @@ class Started:
 def together(folder, monkeypatch, texts, at_once, say=lambda text: None):
     started = Started(folder, texts)
     monkeypatch.setattr(fleet, "_started", started)
-    members = {Member(seed): {"seed": seed} for seed in range(len(texts))}
+    members = {FleetMember(seed): {"seed": seed} for seed in range(len(texts))}
     return started, lambda: fleet.run_together(members, "x:Y", GymTraining(), folder, at_once, say, lambda member: {})
 
 

@@ -11,7 +11,7 @@ from tests.unit.watch.test_page import Source, parsed
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.live import Broadcast, Snapshots
 from jurybox.server.watch import runs as module
-from jurybox.server.watch.runs import Runs
+from jurybox.server.watch.runs import RunFolders
 
 HEAD = "env_steps,return_mean,eval_return,lag,steps_per_second\n"
 
@@ -40,16 +40,16 @@ def test_the_numbers_and_the_newest_film_of_each_run_are_told_the_newest_first(t
         ".30.webm",
     )
     begun(tmp_path / "b", ["10,-1,,,"], at=2_000)
-    found = Runs(tmp_path).document()
+    found = RunFolders(tmp_path).document()
     assert [run["name"] for run in found] == ["b", "a/seed-0"]
     numbers = {"env_steps": 30, "return": 2.5, "returns": [1.5, 2.5], "evaluated": 7.5, "lag": 0, "film": "20"}
     assert {name: found[1][name] for name in numbers} == numbers
     assert found[0]["evaluated"] is None and found[0]["film"] == "" and found[0]["returns"] == [-1]
-    assert Runs(tmp_path / "b").document()[0]["name"] == "b", "the folder may be a run itself"
+    assert RunFolders(tmp_path / "b").document()[0]["name"] == "b", "the folder may be a run itself"
 
 
 def test_a_run_that_goes_on_is_read_again_and_an_unfinished_line_is_not(tmp_path):
-    runs = Runs(begun(tmp_path / "run", ["10,1,,,"]))
+    runs = RunFolders(begun(tmp_path / "run", ["10,1,,,"]))
     assert runs.document()[0]["env_steps"] == 10
     with (tmp_path / "run" / "metrics.csv").open("a") as file:
         file.write("20,3,,,\n30,9")
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_is_read_again_and_an_unfinished_line_is_not(tmp_path
 def test_long_runs_are_few_points_and_the_last_is_the_newest(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MOST_BYTES", 2_000)
     begun(tmp_path, [f"{step},{step},,," for step in range(1_000)])
-    (found,) = Runs(tmp_path).document()
+    (found,) = RunFolders(tmp_path).document()
     assert len(found["returns"]) <= 120 and found["returns"][-1] == 999
     assert found["returns"][0] > 700, "of a large file the end is read"
 
@@ -69,17 +69,17 @@ def test_what_is_no_run_or_damaged_is_left_out(tmp_path):
     (tmp_path / "link").symlink_to(begun(tmp_path.parent / "elsewhere", ["1,1,,,"]))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.csv").write_bytes(b"env_steps,return_mean\nx,nan\n\xff,inf\n5,1\n")
-    (found,) = Runs(tmp_path).document()
+    (found,) = RunFolders(tmp_path).document()
     assert found["name"] == "run" and (found["env_steps"], found["returns"]) == (5, [1])
     for _ in range(module._MOST_RUNS):
         begun(tmp_path / f"more-{_}", ["1,1,,,"])
-    assert len(Runs(tmp_path).document()) == module._MOST_RUNS
-    assert Runs(tmp_path / "nowhere").document() == []
+    assert len(RunFolders(tmp_path).document()) == module._MOST_RUNS
+    assert RunFolders(tmp_path / "nowhere").document() == []
 
 
 def test_a_film_is_that_of_a_run_that_is_shown_and_no_other_file(tmp_path, monkeypatch):
     run = begun(tmp_path / "run", ["1,1,,,"], "5.webm")
-    runs = Runs(tmp_path)
+    runs = RunFolders(tmp_path)
     assert runs.film("run") is None, "nothing was shown yet"
     runs.document()
     assert runs.film("run") == b"5.webm"

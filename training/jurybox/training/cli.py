@@ -22,8 +22,8 @@ from typer.main import get_command
 
 from jurybox.protocol.errors import did_you_mean
 from jurybox.training import interrupts
+from jurybox.training.trainings.command import train as carry_out
 from jurybox.training.trainings.training import ExtraMissing, require_extra, until_interrupted
-from jurybox.training.trainings.training import train as carry_out
 
 if TYPE_CHECKING:
     from jurybox.training.runtime.settings import Settings
@@ -46,7 +46,7 @@ def _group() -> None:
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random number generator.")]
 # The flags of every training's command in addition to those of its settings; the names are parameters of
-# `trainings.training.train`.
+# `trainings.command.train`.
 _COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
     "out": (Path | None, None, typer.Option("--out", metavar="DIR", help="Output folder; NAME-out by default.")),
     "config": (

@@ -27,7 +27,7 @@ from jurybox.server.frontend.source import StatusSource
 from jurybox.server.gateway.live import LiveRoutes
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.pace import Turns
-from jurybox.server.watch.runs import Runs
+from jurybox.server.watch.runs import RunFolders
 
 if TYPE_CHECKING:
     from jurybox.server.gateway.robots.counters import PortCounters
@@ -194,7 +194,7 @@ def create_app(
         """Return the status document, as `jurybox status --json` prints it."""
         return await source.status()
 
-    app.state.watching = LiveRoutes(source, ports, timeouts, budget, turns, None if runs is None else Runs(runs))
+    app.state.watching = LiveRoutes(source, ports, timeouts, budget, turns, None if runs is None else RunFolders(runs))
     app.include_router(app.state.watching.router)
     for router in routers:
         app.include_router(router)

@@ -20,7 +20,7 @@ from jurybox.server.gateway.metrics import exposition, format_of
 from jurybox.server.security.http import HEAD
 from jurybox.server.security.pace import Turns
 from jurybox.server.watch.history import History
-from jurybox.server.watch.runs import Runs
+from jurybox.server.watch.runs import RunFolders
 from jurybox.server.watch.sample import ScoreboardReader, Snapshot
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class LiveRoutes:
         timeouts: Mapping[str, int] | None = None,
         budget: native.Budget | None = None,
         turns: Turns | None = None,
-        runs: Runs | None = None,
+        runs: RunFolders | None = None,
     ) -> None:
         self._runs = runs
         self._watch = Snapshots(source, ports, timeouts, budget)
@@ -225,7 +225,7 @@ class Broadcast:
     A client that reads slowly misses documents, and does not delay the others.
     """
 
-    def __init__(self, watch: Snapshots, interval: float = INTERVAL, runs: Runs | None = None) -> None:
+    def __init__(self, watch: Snapshots, interval: float = INTERVAL, runs: RunFolders | None = None) -> None:
         self._watch = watch
         self._runs = runs
         self._interval = interval

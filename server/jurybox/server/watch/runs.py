@@ -35,7 +35,7 @@ class _Known:
     rows: list[dict[str, float]]
 
 
-class Runs:
+class RunFolders:
     """The runs in a folder. Not thread-safe.
 
     Args:

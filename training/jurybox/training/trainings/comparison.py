@@ -16,11 +16,11 @@ import numpy as np
 from jurybox.training.checkpoints import write_atomically
 from jurybox.training.report.aggregates import improvement, interquartile_mean
 from jurybox.training.run_folder import read_metrics
+from jurybox.training.trainings.members import FleetMember
 
 if TYPE_CHECKING:
     from jurybox.training.report.page import Section
     from jurybox.training.report.verdict import Interval
-    from jurybox.training.trainings.fleet import Member
 
 _EVALUATED = ("eval_return", "eval_points")  # what trainings call the score of an evaluation
 _TASK = "env"  # a variation of it is another task: scores of different ones are compared on a common scale
@@ -30,7 +30,7 @@ _STYLES = ("learned", "reference", "random", "plain")
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    member: Member
+    member: FleetMember
     summary: Mapping[str, Any]
     score: float | None
     curve: Sequence[tuple[float, float]]
@@ -45,7 +45,7 @@ class _Run:
         return ",".join(part for part in self.member.labels if not part.startswith(f"{_TASK}="))
 
 
-def write(folder: Path, members: Sequence[Member], command: str) -> str:
+def write(folder: Path, members: Sequence[FleetMember], command: str) -> str:
     """Compare runs that ended by their scores, and return sentences about them.
 
     A run's score is that of its last evaluation, and without one the mean return of its last episodes.
@@ -96,7 +96,7 @@ def write(folder: Path, members: Sequence[Member], command: str) -> str:
     return "\n".join([*lines, files])
 
 
-def _read(folder: Path, member: Member) -> _Run:
+def _read(folder: Path, member: FleetMember) -> _Run:
     run = folder / member.name
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     evaluation = summary.get("evaluation") or {}

@@ -6,8 +6,6 @@ of one server, which computes policies of one architecture as one stacked forwar
 
 from __future__ import annotations
 
-import itertools
-import re
 import secrets
 import signal
 import subprocess
@@ -17,130 +15,30 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jurybox.processes import ControlPipe, spawn
 from jurybox.training import interrupts
 from jurybox.training.run_folder import is_begun
-from jurybox.training.runtime.plan import ConfigError
 from jurybox.training.runtime.settings import Settings, merged
 from jurybox.training.trainings import comparison
 from jurybox.training.trainings import training as single
+from jurybox.training.trainings.members import FleetMember
 from jurybox.training.trainings.training import RunFailed, check_folder, command_line, named
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MODULE = "jurybox.training.trainings.member"
+_MODULE = "jurybox.training.trainings.member_process"
 _POLL_SECONDS, _LINE_SECONDS = 0.1, 10.0
 _STOP_SECONDS = 120.0  # for the checkpoints of all, which they may write at the same time
 _OWN_POLICIES = ["jurybox.training.algorithms.served:*"]  # of algorithms of the user's own
-_UNSAFE = re.compile(r"[^\w.,=+\[\]-]+")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Member:
-    """One run of a fleet.
-
-    Attributes:
-        variation: the settings that are its own, besides the seed, by name ("ppo.n_steps").
-        name: its folder within the fleet's.
-    """
-
-    seed: int
-    variation: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def labels(self) -> list[str]:
-        """The parts of its variation, as "learning_rate=0.001"."""
-        return [f"{name}={_shown(value)}" for name, value in self.variation.items()]
-
-    @property
-    def name(self) -> str:
-        own = f"seed-{self.seed}"
-        return f"{_UNSAFE.sub('-', ','.join(self.labels))}/{own}" if self.variation else own
-
-    def applied(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return settings, as nested values, with those of this member."""
-        found = dict(values)
-        for name, value in (*self.variation.items(), ("seed", self.seed)):
-            nested: Any = value
-            for part in reversed(name.split(".")):
-                nested = {part: nested}
-            found = merged(found, nested)
-        return found
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else str(value).replace(" ", "").replace("'", "")
-
-
-def members_of(seeds: str | None, vary: Sequence[str], given: Mapping[str, Any], seed: int) -> list[Member]:
-    """Return the members: each variation with each seed. No seeds and no variation: none, it is a single run.
-
-    Args:
-        seeds: "0,1,2"; None: the one of the settings.
-        vary: ``NAME=[VALUE, VALUE]`` strings, as TOML; every value of each goes with every value of the others.
-        given: the settings on the command line, nested; those of a file are overridden.
-        seed: that of the settings.
-
-    Raises:
-        ConfigError: one of them is of another form, twice there, or set in `given`, too.
-    """
-    if seeds is None and not vary:
-        return []
-    numbers = [seed] if seeds is None else _seeds_of(seeds, given)
-    varied: dict[str, list[Any]] = {}
-    for each in vary:
-        name, found = _variation_of(each)
-        if name in varied or _held(given, name):
-            raise ConfigError(f"--vary {name}: it is set or varied in another place, too: give it in one of them")
-        varied[name] = found
-    chosen = [dict(zip(varied, each, strict=True)) for each in itertools.product(*varied.values())]
-    members = [Member(number, variation) for variation in chosen for number in numbers]
-    if len({member.name for member in members}) < len(members):
-        raise ConfigError(f"--vary: expected different values, whose folders have different names, got {varied}")
-    return members
-
-
-def _seeds_of(text: str, given: Mapping[str, Any]) -> list[int]:
-    named = [number.strip() for number in text.split(",")]
-    if not all(number.isdecimal() for number in named) or len({int(number) for number in named}) < len(named):
-        raise ConfigError(f"--seeds {text!r}: expected different whole numbers with commas between them, 0,1,2")
-    if "seed" in given:
-        raise ConfigError("--seed and --seeds together: give the seeds in one of the two")
-    return [int(number) for number in named]
-
-
-def _variation_of(text: str) -> tuple[str, list[Any]]:
-    name, equals, listed = (part.strip() for part in text.partition("="))
-    try:
-        found = tomllib.loads(f"value = {listed}")["value"] if equals else None
-    except tomllib.TOMLDecodeError:
-        found = None
-    if not re.fullmatch(r"\w+(\.\w+)*", name) or not isinstance(found, list) or len(found) < 2:
-        raise ConfigError(
-            f"--vary {text!r}: expected a setting and two or more values, learning_rate=[0.001, 0.0003], or "
-            '\'algorithm=["ppo", "dqn"]\''
-        )
-    if name == "seed":
-        raise ConfigError("--vary seed: several seeds are --seeds 0,1,2")
-    return name, found
-
-
-def _held(values: Any, name: str) -> bool:
-    for part in name.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return False
-        values = values[part]
-    return True
 
 
 def carried_out(
     training: str,
-    members: Sequence[Member],
+    members: Sequence[FleetMember],
     config: Path | None,
     changed: Mapping[str, Any],
     folder: Path,
@@ -173,7 +71,7 @@ def carried_out(
     values = {member: member.applied(merged(file, changed)) for member in members}
     chosen = {member: found.settings.read(None, given) for member, given in values.items()}  # before any begins
 
-    def options_of(member: Member) -> dict[str, Any]:
+    def options_of(member: FleetMember) -> dict[str, Any]:
         run = folder / member.name
         folders.append(run)
         return {**options, "resume": resume and is_begun(run)}
@@ -181,7 +79,7 @@ def carried_out(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    results, failed = [], dict[Member, str]()
+    results, failed = [], dict[FleetMember, str]()
     if at_once > 1:
         folder.mkdir(parents=True, exist_ok=True)
         first = next(iter(chosen.values()))
@@ -202,14 +100,14 @@ def carried_out(
 
 
 def run_together(
-    members: Mapping[Member, Mapping[str, Any]],
+    members: Mapping[FleetMember, Mapping[str, Any]],
     training: str,
     settings: Settings,
     folder: Path,
     at_once: int,
     say: Callable[[str], None],
-    options_of: Callable[[Member], Mapping[str, Any]],
-) -> dict[Member, str]:
+    options_of: Callable[[FleetMember], Mapping[str, Any]],
+) -> dict[FleetMember, str]:
     """Run the members in processes of their own, at most `at_once` at a time; what each prints is in its log.
 
     Args:
@@ -223,8 +121,8 @@ def run_together(
     Returns:
         Why members failed, which the others do not end with.
     """
-    failed: dict[Member, str] = {}
-    waiting, running = deque(members.items()), dict[Member, tuple[subprocess.Popen[bytes], ControlPipe]]()
+    failed: dict[FleetMember, str] = {}
+    waiting, running = deque(members.items()), dict[FleetMember, tuple[subprocess.Popen[bytes], ControlPipe]]()
     with _server_of(settings, folder) as common:
         try:
             said = time.monotonic()
@@ -256,7 +154,7 @@ def run_together(
 
 
 def _started(
-    training: str, values: Mapping[str, Any], folder: Path, member: Member, options: Mapping[str, Any]
+    training: str, values: Mapping[str, Any], folder: Path, member: FleetMember, options: Mapping[str, Any]
 ) -> tuple[subprocess.Popen[bytes], ControlPipe]:
     log = _log_of(folder, member)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -267,7 +165,7 @@ def _started(
     return process, pipe
 
 
-def _stop(running: Mapping[Member, tuple[subprocess.Popen[bytes], ControlPipe]]) -> None:
+def _stop(running: Mapping[FleetMember, tuple[subprocess.Popen[bytes], ControlPipe]]) -> None:
     """Stop members in order, which write checkpoints; then by force."""
     for process, _ in running.values():
         process.send_signal(signal.SIGTERM)
@@ -281,7 +179,7 @@ def _stop(running: Mapping[Member, tuple[subprocess.Popen[bytes], ControlPipe]])
         pipe.close()
 
 
-def _log_of(folder: Path, member: Member) -> Path:
+def _log_of(folder: Path, member: FleetMember) -> Path:
     return folder / f"{member.name}.log"
 
 
