@@ -29,7 +29,6 @@ from jurybox.server.settings.config import load_settings
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 # By script: arguments of a short run; the line with its two numbers; the least second number after a full run.
 RETURN = r"mean return: first .*? (-?[\d.]+), last .*?(-?[\d.]+)$"
@@ -109,7 +108,9 @@ def test_each_script_runs_and_prints_its_result(script, place, request, monkeypa
     monkeypatch.chdir(place)
     if script in OWN_PROCESSES:
         line = [sys.executable, f"{script}.py", *arguments]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=110, env=ONE_THREAD)
+        done = subprocess.run(
+            line, capture_output=True, text=True, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         assert done.returncode == 0, done.stderr
         output = done.stdout
     else:
@@ -138,7 +139,9 @@ def test_each_script_learns_on_a_server_of_its_own(script, place, tmp_path) -> N
     skip_unless_installed(script)
     shutil.copy(place / f"{script}.py", tmp_path)
     line = [sys.executable, f"{script}.py"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=850, env=ONE_THREAD, cwd=tmp_path)
+    done = subprocess.run(
+        line, capture_output=True, text=True, timeout=850, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert numbers(script, done.stdout)[1] >= RUNS[script][2], done.stdout
 

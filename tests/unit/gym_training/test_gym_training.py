@@ -330,7 +330,7 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -
     made.context = SimpleNamespace(own_steps=0, number=0, metrics=lambda **_: None, plan=planned)
     made.seed = made.updates = 0
     made._normaliser, made._batch = None, SimpleNamespace(n=4, weights=None)
-    made._augment = None
+    made._augment = made._rows_of = None
     made._beta, made._anchor_ratio, made._device = 0.4, 0.25, "cuda:1"
     made._on_device = BatchOnDevice.__new__(BatchOnDevice)
     made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()

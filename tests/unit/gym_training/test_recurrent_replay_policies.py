@@ -165,3 +165,4 @@ def test_windows_of_a_prioritized_replay_are_refused() -> None:
         )
         with pytest.raises(AlgorithmUnusable, match="dqn remembers, .* and a replay that is not prioritized"):
             OffPolicyLearner(context, replay="policy", algorithm=algorithm_of(s, spec), envs=2, first=1)
+    assert np.float32(1e-40) * np.float32(1) > 0, "a learner that did not begin leaves the caller's thread as it was"

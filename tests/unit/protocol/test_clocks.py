@@ -13,6 +13,7 @@ WALL = re.compile(
 TELLS = {
     "server/jurybox/server/supervisor/supervisor.py": 1,  # when the server was started
     "server/jurybox/server/inproc.py": 1,  # the same
+    "server/jurybox/server/watch/runs.py": 1,  # how old a training's newest row is
     "server/jurybox/server/watch/sample.py": 1,  # when a snapshot was taken
     "server/jurybox/server/supervisor/weights_saver.py": 1,  # when weights were saved
     "server/jurybox/server/status.py": 1,  # up since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import gymnasium
@@ -153,7 +154,7 @@ def test_a_checkpoint_leaves_a_sorrel_world_as_it_is():
 
     globals()["World"] = World
     spec = SimpleNamespace(threads=torch.get_num_threads())
-    context = SimpleNamespace(seed=5, spec=spec, own_episodes=0, episode=lambda **_: None)
+    context = SimpleNamespace(seed=5, spec=spec, own_episodes=0, episode=lambda **_: None, resetting=nullcontext)
     actor = SorrelActor(context, make=(f"{__name__}:World", {}), groups={})
     for _ in range(10):
         actor.step()

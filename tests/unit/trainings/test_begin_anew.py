@@ -124,7 +124,7 @@ def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, c
 
 def test_so_does_a_sorrel_experiment(tmp_path, monkeypatch):
     def experiment(**changes):
-        given = {"enabled": True, "log_dir": str(tmp_path), **changes}
+        given = {"enabled": True, "log_dir": str(tmp_path), "check_steps": 0, **changes}
         env = SimpleNamespace(config={"multiprocessing": given}, agents=[])
         monkeypatch.setattr(sorrel_experiment, "load", lambda make: lambda: env)
         return sorrel_experiment.run_experiment("worlds:hunt", serial=True, resume=True, console=console).outcome

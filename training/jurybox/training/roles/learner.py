@@ -120,8 +120,6 @@ class AlgorithmLearner(Learner):
             self.curriculum = load(arguments.pop("make"))(context, **arguments)
         if normalize_rewards:
             self._returns = Normaliser(1)
-        # In a serial run this is the caller's thread, which goes on after the training.
-        torch.set_flush_denormal(True)
 
     def _compiles(self, when: str, device: str) -> bool:
         """Whether updates are to be compiled, and can be."""
@@ -145,6 +143,8 @@ class AlgorithmLearner(Learner):
     def learn(self, batch: Any) -> Update:
         """Make one update. Its metrics are returned with what the schedules gave."""
         progress = self.progress
+        # Until `close`, which one that could not begin has not: in a serial run this is the caller's thread.
+        torch.set_flush_denormal(True)
         found: Any = self.algorithm.update(batch, progress)  # an algorithm may be anyone's
         if not isinstance(found, Update):
             what = f"{self.name}.update returned a {type(found).__name__}"
