@@ -52,6 +52,8 @@ _HELD_OUT_ORDERS = 300
 _EPISODES = 400
 _CLEAR = 0.1  # pairs whose distances differ by less do not count for the accuracy
 _SPARSE = 3  # maximum number of tools that an unneeded edit moves
+# Lone casts are shown more often than they occur: little else tells one from a photograph's own colours.
+_KINDS, _HOW_OFTEN = ("faults", "cast", "edits", "other", "edited"), (0.12, 0.2, 0.12, 0.08, 0.48)
 # Kinds of damage that neither the tools nor the environment's faults produce.
 _OTHERS = ("jpeg", "vignette", "posterise", "resample", "curve", "motion")
 Recipe = tuple[dict[str, float], dict[str, float]]  # damage, edits
@@ -158,11 +160,12 @@ def difference(picture: Image, reference: Image) -> float:
 def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None) -> Order:
     """Create an order: damage a photo in four ways, and compute each picture's distance from it.
 
-    The kind of damage is drawn: faults of the environment at four strengths, unneeded edits, other damage, or pictures
-    that a policy may visit, which are damaged copies (one in four undamaged) with edits towards the cure or at random.
+    The kind of damage is drawn: faults of the environment at four strengths, a cast alone at four strengths, unneeded
+    edits, other damage, or pictures that a policy may visit, which are damaged copies (one in four undamaged) with
+    edits towards the cure or at random.
     With `exploit`, the pictures have that exploit at four strengths.
     """
-    kind = str(rng.choice(("faults", "edits", "other", "edited"), p=(0.15, 0.15, 0.1, 0.6)))
+    kind = str(rng.choice(_KINDS, p=_HOW_OFTEN))
     kind = "exploit" if exploit else kind
     strengths = float(rng.uniform(0.5, 1.2)) * np.array([0.15, 0.4, 0.7, 1.0])
     made: list[tuple[Degradation, Edits]] = []
@@ -174,6 +177,9 @@ def order(photo: Image, rng: np.random.Generator, exploit: Recipe | None = None)
     if kind == "faults":
         seed = int(rng.integers(2**31))
         made = [(draw(np.random.default_rng(seed), float(s)), Edits()) for s in strengths]
+    elif kind == "cast":
+        warmth, tint = float(rng.uniform(-1.2, 1.2)), float(rng.uniform(-0.4, 0.4))
+        made = [(Degradation(temperature=warmth * s, tint=tint * s), Edits()) for s in strengths]
     elif kind == "edits":
         recipe = _few_tools(rng)
         made = [(Degradation(), Edits.from_vector(recipe * s)) for s in strengths]

@@ -1,4 +1,4 @@
-"""The ranked juror on the two photographs that neither it nor the demo's policy was trained on."""
+"""The ranked juror on the photographs that neither it nor the demo's policy was trained on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tomllib
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks import photo_ranking
 from safetensors.torch import save_file
 
 from jurybox.server.jurors import jury, ranked
-from jurybox.server.jurors.ranking import statistics
+from jurybox.server.jurors.ranking import _stops, statistics
 from jurybox.studies.photo.environment import PhotoEdit, PhotoLibrary
 from jurybox.studies.photo.environment.edits import TOOLS, Degradation, Edits, apply, degrade, draw
 
@@ -47,6 +48,26 @@ def test_an_edited_photo_is_ranked_below_what_it_was(photos):
         score = marks(module, [photo, *(apply(photo, each) for each in overdone)])["score"].numpy()
         right += list(score[0] > score[1:])
     assert np.mean(right) >= 0.75
+
+
+def test_a_photo_is_ranked_above_its_copies_with_a_cast_alone(photos):
+    module = ranked().module
+    casts = [{"temperature": 1.2}, {"temperature": 0.8}, {"temperature": -0.8}, {"tint": 0.3}, {"tint": -0.3}]
+    right = []
+    for photo in photos:
+        score = marks(module, [photo, *(degrade(photo, Degradation(**each)) for each in casts)])["score"].numpy()
+        right += list(score[0] > score[1:])
+    assert np.mean(right) >= 0.7
+
+
+def test_a_cast_adds_the_same_to_all_ratios_of_light_and_an_exposure_to_all_levels(photos):
+    grey = (photos[0] // 2 + 50).astype(np.uint8)  # nothing is black or clipped
+    changes = (Edits(), Edits(temperature=0.4), Edits(tint=0.2), Edits(exposure=-0.6))
+    small = np.stack([cv2.resize(apply(grey, each), (48, 48), interpolation=cv2.INTER_AREA) for each in changes])
+    found = _stops(torch.from_numpy(small).permute(0, 3, 1, 2).float() / 255).numpy()
+    warmth, magenta, levels = np.split(found[1:] - found[0], [13, 26], axis=1)
+    for apart, wanted in ((warmth[0], 0.4), (magenta[1], 0.2), (levels[2], -0.6)):
+        assert apart == pytest.approx(wanted, abs=0.15 * abs(wanted))
 
 
 def test_the_jury_is_the_mean_of_the_ranked_juror_and_the_panel(photos):
@@ -143,6 +164,20 @@ def test_orders_of_pictures_begin_with_the_photo_and_go_away_from_it(photos):
         made = photo_ranking.order(photos[0], rng, exploit if number % 4 == 0 else None)
         assert len(made.pictures) == photo_ranking.CHAIN and np.array_equal(made.pictures[0], photos[0])
         assert made.distances[0] == 0 and list(made.distances) == sorted(made.distances)
+
+
+def test_an_order_of_casts_changes_nothing_but_the_light_of_each_channel(photos, monkeypatch):
+    assert dict(zip(photo_ranking._KINDS, photo_ranking._HOW_OFTEN, strict=True))["cast"] > 0
+    monkeypatch.setattr(photo_ranking, "_HOW_OFTEN", [float(kind == "cast") for kind in photo_ranking._KINDS])
+    made = photo_ranking.order(photos[0], np.random.default_rng(1))
+    assert made.kind == "cast" and made.tilts == (0.0,) * photo_ranking.CHAIN
+    luma = [cv2.cvtColor(each, cv2.COLOR_RGB2GRAY).mean() for each in made.pictures]
+    assert np.ptp(luma) < 8, "as bright as the photo"
+    warmth = [float(np.mean(each[..., 0].astype(float) - each[..., 2])) for each in made.pictures]
+    assert sorted(warmth) in (warmth, warmth[::-1]) and abs(warmth[-1] - warmth[0]) > 5
+    for channel in range(3):
+        for value in np.unique(photos[0][..., channel]):
+            assert len(np.unique(made.pictures[-1][..., channel][photos[0][..., channel] == value])) == 1
 
 
 def test_distances_that_are_expected_are_learned_as_numbers_and_not_as_an_order_alone():

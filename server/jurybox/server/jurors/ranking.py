@@ -25,8 +25,10 @@ _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BINS = 8  # bins per right angle
 _BANDS = 4
 _SLANTS = 30  # bins of one degree around the vertical, and as many around the horizontal
-SLANTS = slice(7 * 7 + 7 + 7 + 3 + 3 + 6 + 10 + 8 + 3 * _BANDS, None)
+_LIGHT = 2 * (6 + 3 + _BANDS) + len(_QUANTILES)
+SLANTS = slice(7 * 7 + 7 + 7 + 3 + 3 + 6 + 10 + 8 + 3 * _BANDS + _LIGHT, None)
 STATISTICS = SLANTS.start + 2 * _SLANTS
+_BLACK = 1e-3  # added to linear light: the levels below it are rounded too coarsely for ratios
 _FARTHEST = 4.0  # the distance at which the score is 0
 _PER_DEGREE = 0.04  # score subtracted per degree of tilt
 
@@ -87,6 +89,7 @@ def statistics(image: Tensor) -> Tensor:
       steps (JPEG);
     - the directions of edges, modulo a right angle, in eight bins;
     - mean colours of four horizontal bands from top to bottom, which show where the sky is;
+    - the light in stops, see `_stops`;
     - the directions of clear edges within 15 degrees of the vertical and of the horizontal, in bins of one degree.
     """
     pixels = image.permute(0, 3, 1, 2).float() / 255.0
@@ -100,6 +103,7 @@ def statistics(image: Tensor) -> Tensor:
             _details(luma),
             _directions(small, weights),
             F.adaptive_avg_pool2d(small, (_BANDS, 1)).flatten(1),
+            _stops(F.avg_pool2d(small, 2)),
             _slants(luma),
         ),
         dim=1,
@@ -118,6 +122,52 @@ def _colours(small: Tensor, weights: Tensor) -> Tensor:
     cast = (casts * neutral.unsqueeze(1)).mean(2) / share
     parts = (ordered[:, :, places].flatten(1), planes.mean(2), planes.std(2), casts.mean(2), cast)
     return torch.cat(parts, dim=1)
+
+
+def _stops(small: Tensor) -> Tensor:
+    """Compute the light of encoded pictures (n, 3, height, width), 0..1, in stops of linear light, (n, _LIGHT).
+
+    A cast adds the same to all ratios, and an exposure the same to all levels, which encoded values do not show:
+
+    - red over blue, and red and blue over green, of the mean (the grey-world assumption), the mean of sixth powers
+      (shades of grey: Finlayson and Trezzi, 2004), the brightest part that is not clipped (the white patch), the dark
+      part, the least coloured quarter, edges (grey edges: van de Weijer et al., 2007), three quantiles of all pixels,
+      and four horizontal bands;
+    - quantiles of luminance.
+    """
+    linear = torch.where(small <= 0.04045, small / 12.92, ((small + 0.055) / 1.055) ** 2.4) + _BLACK
+    pixels = linear.flatten(2)
+    luminance = (pixels * pixels.new_tensor((0.2126, 0.7152, 0.0722)).view(1, 3, 1)).sum(1, keepdim=True)
+    order = luminance.sort(dim=2).values
+    count = order.shape[2]
+    most = small.flatten(2).amax(1, keepdim=True)
+    whole = (most < 0.985).float()
+    ratios = _ratios(pixels)
+    common = ratios.median(2, keepdim=True).values
+    coloured = torch.hypot(*(ratios - common).unbind(1)).unsqueeze(1)
+    parts = [
+        pixels.mean(2),
+        pixels.pow(6).mean(2).pow(1 / 6),
+        _mean_of(pixels, whole * (luminance >= order[:, :, round(0.9 * count), None])),
+        _mean_of(pixels, (luminance <= order[:, :, count // 4, None]).float()),
+        _mean_of(pixels, (coloured <= coloured.sort(dim=2).values[:, :, count // 4, None]).float()),
+        linear.diff(dim=2).abs().mean((2, 3)) + linear.diff(dim=3).abs().mean((2, 3)) + _BLACK / 10,
+    ]
+    bands = F.adaptive_avg_pool2d(linear, (_BANDS, 1)).flatten(2)
+    spread = ratios.sort(dim=2).values[:, :, [round(share * (count - 1)) for share in (0.1, 0.5, 0.9)]]
+    levels = order[:, 0, [round(share * (count - 1)) for share in _QUANTILES]].log2()
+    found = torch.cat((_ratios(torch.stack(parts, dim=2)), spread, _ratios(bands)), dim=2)
+    return torch.cat((found.flatten(1), levels), dim=1)
+
+
+def _ratios(colours: Tensor) -> Tensor:
+    """Stops of red over blue, and of red and blue over green, (n, 2, k), of linear colours (n, 3, k)."""
+    red, green, blue = colours.log2().unbind(1)
+    return torch.stack((red - blue, 0.5 * (red + blue) - green), dim=1)
+
+
+def _mean_of(pixels: Tensor, chosen: Tensor) -> Tensor:
+    return ((pixels * chosen).sum(2) + 1e-3) / (chosen.sum(2) + 1e-3)
 
 
 def _clipped(pixels: Tensor) -> Tensor:
