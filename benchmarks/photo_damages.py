@@ -23,7 +23,7 @@ from jurybox.studies.photo.environment import PhotoConfig, PhotoEdit, PhotoLibra
 from jurybox.studies.photo.environment.audit import measure, registered
 from jurybox.studies.photo.environment.edits import TOOLS, Edits
 from jurybox.studies.photo.environment.photo_edit import make_scorer
-from jurybox.studies.photo.learning import PhotoTraining
+from jurybox.studies.photo.learning import PhotoTraining, parts
 from jurybox.studies.photo.network import PhotoMoves
 from jurybox.studies.photo.start import SHIPPED
 from jurybox.studies.photo.train import DEMO_ENVIRONMENT
@@ -66,8 +66,7 @@ def start_policy(file: Path) -> Act:
     """The policy of a file that `jurybox.studies.photo.start` wrote."""
     own = "mlp_extractor.policy_net."
     state = {name.removeprefix(own): each for name, each in load_file(file).items() if name.startswith(own)}
-    straightening: Any = {"leaning": observation.leaning(), "straighten": TOOLS.index("straighten")}
-    module = PhotoMoves(observation.SIZE, len(TOOLS), PhotoTraining().hidden, **straightening)
+    module = PhotoMoves(observation.SIZE, len(TOOLS), PhotoTraining().hidden, **parts())
     module.load_state_dict(state)
 
     def act(seen: npt.NDArray[np.float32]) -> npt.NDArray[Any]:

@@ -6,7 +6,7 @@ import torch
 
 from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary, observation
 from jurybox.studies.photo.environment.edits import TOOLS
-from jurybox.studies.photo.imitation import imitate, wanted
+from jurybox.studies.photo.imitation import Shown, imitate, learn, wanted
 from jurybox.studies.photo.learning import PhotoTraining, _new_model, _save_policy, make_environments, train
 from jurybox.training.policies import Policy, choose
 from jurybox.training.run_folder import RunLog
@@ -105,6 +105,33 @@ def test_straightening_depends_only_on_the_tilt_and_the_time(once):
     before, after = (model.policy.mlp_extractor.policy_net(torch.from_numpy(each)) for each in (seen, elsewhere))
     assert torch.equal(before[:, straighten], after[:, straighten])
     assert (before - after).abs().max() > 0.01
+
+
+def test_exposure_and_white_balance_do_not_depend_on_the_view(once):
+    model, found, _, _ = once
+    light = [TOOLS.index(name) for name in ("exposure", "temperature", "tint")]
+    seen = found.seen[:8]
+    elsewhere = seen.copy()
+    elsewhere[:, observation.VIEW] = 0.1
+    before, after = (model.policy.mlp_extractor.policy_net(torch.from_numpy(each)) for each in (seen, elsewhere))
+    assert torch.equal(before[:, light], after[:, light])
+    assert (before - after)[:, TOOLS.index("contrast")].abs().max() > 0.001
+    elsewhere[:, observation.NAMES.index("warm_stops_neutrals")] = 0.9
+    after = model.policy.mlp_extractor.policy_net(torch.from_numpy(elsewhere))
+    assert (before - after)[:, light].abs().min() > 0
+
+
+def test_what_cannot_be_seen_is_left_alone_and_saturation_moved_a_little():
+    environments = make_environments(SMALL, serial=True)
+    model = _new_model(SMALL, environments)
+    environments.close()
+    seen, moves = np.zeros((200, observation.SIZE), np.float32), np.zeros((200, len(TOOLS)), np.float32)
+    moves[::3] = 0.4  # a third is damaged, and nothing shows which
+    torch.manual_seed(0)
+    learn(model, Shown(seen, moves), 20)
+    found = dict(zip(TOOLS, model.predict(seen[0], deterministic=True)[0].tolist(), strict=True))
+    assert max(abs(found[name]) for name in ("exposure", "contrast", "temperature", "tint")) < 0.08
+    assert 0.08 < found["saturation"] < 0.16
 
 
 def test_the_saved_policy_acts_like_the_trained_one(once, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from jurybox.studies.photo.environment import observation
 from jurybox.studies.photo.environment.edits import HIGHEST, Edits, apply
-from jurybox.studies.photo.environment.observation import NAMES, measure
+from jurybox.studies.photo.environment.observation import _LIT, NAMES, measure
 
 
 def of(picture, name):
@@ -25,10 +25,25 @@ def of(picture, name):
         ("magenta_of_neutrals", Edits(tint=0.3)),
         ("chroma_mean", Edits(saturation=0.3)),
         ("fine_detail", Edits(sharpness=0.5)),
+        ("warm_stops_neutrals", Edits(temperature=0.3)),
+        ("magenta_stops_neutrals", Edits(tint=0.3)),
+        ("stops_quantile_50", Edits(exposure=0.5)),
     ],
 )
 def test_each_statistic_rises_with_the_edit_it_is_meant_to_guide(photo, name, edits):
     assert of(apply(photo, edits), name) > of(photo, name) + 0.03
+
+
+def test_a_cast_and_an_exposure_add_the_same_to_dark_and_bright_light(photo):
+    grey = (photo // 4 + 90).astype(np.uint8)  # nothing is black, clipped or very colourful
+    for edits, names, wanted in (
+        (Edits(temperature=0.4), [f"warm_stops_{part}" for part in _LIT], 0.5 * 0.4),
+        (Edits(tint=0.2), [f"magenta_stops_{part}" for part in _LIT], 0.2),
+        (Edits(exposure=-0.6), [f"stops_quantile_{q}" for q in (25, 50, 75, 95)], 0.25 * -0.6),
+    ):
+        changed = apply(grey, edits)
+        found = [of(changed, name) - of(grey, name) for name in names]
+        assert found == pytest.approx([wanted] * len(names), abs=0.15 * abs(wanted)), (edits, found)
 
 
 def test_the_slant_of_lines_follows_a_turn_and_its_sign():

@@ -285,20 +285,26 @@ class PhotoActorCritic(ActorCriticPolicy):
         super()._build_mlp_extractor()
         made: Any = self.mlp_extractor
         widths = [layer.out_features for layer in made.policy_net if isinstance(layer, torch.nn.Linear)]
-        made.policy_net = PhotoMoves(self.features_dim, len(TOOLS), widths, **_straightening())
+        made.policy_net = PhotoMoves(self.features_dim, len(TOOLS), widths, **parts())
         made.latent_dim_pi = len(TOOLS)
 
     def _build(self, lr_schedule: Callable[[float], float]) -> None:
         super()._build(lr_schedule)
         self.action_net: torch.nn.Module = torch.nn.Identity()  # the actor's output is the mean already
         actor: Any = self.mlp_extractor.policy_net
-        for layers in (actor.others, actor.turning):
+        for layers in (actor.others, actor.light, actor.turning):
             self.init_weights(layers[-1], gain=0.01)  # moves start near 0, as in every policy of SB3
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)  # type: ignore[call-arg]
 
 
-def _straightening() -> dict[str, Any]:
-    return {"leaning": observation.leaning(), "straighten": TOOLS.index("straighten")}
+def parts() -> dict[str, Any]:
+    """Return the arguments of `PhotoMoves` that say which part of the observation each of its perceptrons sees."""
+    return {
+        "leaning": observation.leaning(),
+        "straighten": TOOLS.index("straighten"),
+        "lit": observation.VIEW.start,
+        "lighting": [TOOLS.index(name) for name in ("exposure", "temperature", "tint")],
+    }
 
 
 def _resumed(settings: PhotoTraining, environments: VecEnv, checkpoint: Checkpoint) -> PPO:
@@ -332,7 +338,7 @@ def description(settings: PhotoTraining) -> Description:
     size, actions = observation.SIZE, len(TOOLS)
     acts = Acts(
         "jurybox.studies.photo.network:photo_moves",
-        {"observation": size, "action": actions, "hidden": list(settings.hidden), **_straightening()},
+        {"observation": size, "action": actions, "hidden": list(settings.hidden), **parts()},
         "weights-policy.state",
         output="action",
         choose="box",

@@ -29,7 +29,7 @@ Stage = Callable[[Image, Image], None]
 # Rec. 709 weights: the share of each linear primary in a pixel's luminance.
 LUMINANCE = np.array([0.2126, 0.7152, 0.0722])
 _LEVELS = np.arange(256) / 255.0
-_LINEAR = np.where(_LEVELS <= 0.04045, _LEVELS / 12.92, ((_LEVELS + 0.055) / 1.055) ** 2.4)
+LINEAR = np.where(_LEVELS <= 0.04045, _LEVELS / 12.92, ((_LEVELS + 0.055) / 1.055) ** 2.4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _stages(edits: Edits) -> list[Stage]:
 def tone_table(edits: Edits) -> Image:
     """The look-up table of exposure, white balance and contrast for each channel: uint8 (1, 256, 3)."""
     stops = edits.exposure + white_balance_stops(edits.temperature, edits.tint)
-    linear = _LINEAR[:, None] * np.exp2(stops)[None, :]
+    linear = LINEAR[:, None] * np.exp2(stops)[None, :]
     # Not clipped in between: contrast may bring back values that exposure moved past white.
     encoded = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
     contrasted = 0.5 + (encoded - 0.5) * 2.0**edits.contrast

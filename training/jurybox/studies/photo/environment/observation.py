@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
-from jurybox.studies.photo.environment.edits import HIGHEST, LOWEST, TOOLS, Edits, Image
+from jurybox.studies.photo.environment.edits import HIGHEST, LINEAR, LOWEST, LUMINANCE, TOOLS, Edits, Image
 
 # Statistics that describe what a photographer sees at a glance.
 #
@@ -22,8 +22,18 @@ Columns = npt.NDArray[np.float64]
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _CHANNEL_QUANTILES = (0.05, 0.5, 0.95)
 _BINS = 8
-_SMALL = 96
+_SMALL, _TINY = 96, 48
 _SLANTS = 15  # degrees
+_BANDS = 4  # from top to bottom, which show where the sky is
+_LIGHT = LINEAR + 1e-3  # levels below that are rounded too coarsely for ratios
+_LEVELS = np.array([-7.5, -6.2, -4.2, -2.8, -1.6, -0.7, -0.3])  # quantiles of ordinary photos, in stops below white
+# Pixels whose light is compared. Those of edges, of the brightest and of the least coloured part are estimates of the
+# light's own colour: grey edges (van de Weijer et al., 2007), white patch (Land, 1977), grey world.
+_LIT = (
+    *("mean", "shades", "bright", "dark", "neutrals", "edges"),
+    *(f"band_{i}" for i in range(_BANDS)),
+    *(f"quantile_{q}" for q in (10, 50, 90)),
+)
 
 NAMES: tuple[str, ...] = (
     "luma_mean",
@@ -46,6 +56,9 @@ NAMES: tuple[str, ...] = (
     "uprightness",
     "slant",
     "slant_of_lines",
+    *(f"warm_stops_{part}" for part in _LIT),
+    *(f"magenta_stops_{part}" for part in _LIT),
+    *(f"stops_quantile_{round(100 * q):02d}" for q in _QUANTILES),
 )
 
 
@@ -68,13 +81,16 @@ def measure(picture: Image, found: Columns | None = None) -> Numbers:
           variance estimation", CVIU 64(2), 1996);
         - tilt and uprightness: sine and cosine of four times the edges' direction, averaged by their strength;
         - slant: how far clear edges that are nearly upright or level lean clockwise, on average and that of the most
-          frequent directions, in 5 degrees; small if there are few such edges.
+          frequent directions, in 5 degrees; small if there are few such edges;
+        - light: red over blue, and red and blue over green, in stops of linear light, of all pixels and of parts of
+          them, and quantiles of luminance in stops. A cast adds the same to all of these ratios and an exposure the
+          same to all of these levels, which encoded values do not show.
     """
     luma = np.asarray(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), dtype=np.uint8)
     small = np.asarray(cv2.resize(picture, (_SMALL, _SMALL), interpolation=cv2.INTER_AREA), dtype=np.uint8)
     small_luma = np.asarray(cv2.resize(luma, (_SMALL, _SMALL), interpolation=cv2.INTER_AREA), dtype=np.uint8)
     slant = _slant(directions(picture) if found is None else found)
-    parts = [_light(luma), _channels(small), _colour(small), _detail(luma, small_luma), slant]
+    parts = [_light(luma), _channels(small), _colour(small), _detail(luma, small_luma), slant, _stops(small)]
     numbers = np.concatenate(parts)
     clipped: Numbers = np.clip(numbers, -1.0, 1.0).astype(np.float32)
     return clipped
@@ -120,6 +136,40 @@ def _colour(small: Image) -> Columns:
         ],
         dtype=np.float64,
     )
+
+
+def _stops(small: Image) -> Columns:
+    tiny = np.asarray(cv2.resize(small, (_TINY, _TINY), interpolation=cv2.INTER_AREA), np.uint8)
+    light: Columns = _LIGHT[tiny]
+    pixels = light.reshape(-1, 3)
+    luminance = pixels @ LUMINANCE
+    ordered, last = np.sort(luminance), len(luminance) - 1
+    ratios = _ratios(pixels)
+    coloured = np.hypot(*(ratios - np.median(ratios, axis=0)).T)
+    whole = tiny.reshape(-1, 3).max(axis=1) < 251
+
+    def mean_of(chosen: npt.NDArray[np.bool_]) -> Columns:  # grey if there are none
+        found: Columns = (pixels[chosen].sum(axis=0) + 1e-3) / (chosen.sum() + 1e-3)
+        return found
+
+    parts = [
+        pixels.mean(axis=0),
+        np.mean(pixels**6, axis=0) ** (1 / 6),
+        mean_of(whole & (luminance >= ordered[round(0.9 * last)])),
+        mean_of(luminance <= ordered[last // 4]),
+        mean_of(coloured <= np.partition(coloured, last // 4)[last // 4]),
+        sum(np.abs(np.diff(light, axis=axis)).mean(axis=(0, 1)) for axis in (0, 1)) + 1e-4,
+        *light.reshape(_BANDS, -1, 3).mean(axis=1),
+    ]
+    found = np.concatenate([_ratios(np.stack(parts)), np.quantile(ratios, (0.1, 0.5, 0.9), axis=0)])
+    levels = np.log2(ordered[[round(q * last) for q in _QUANTILES]])
+    return np.concatenate([0.5 * found[:, 0], found[:, 1], 0.25 * (levels - _LEVELS)])
+
+
+def _ratios(light: Columns) -> Columns:
+    """Return stops of red over blue, and of red and blue over green, (n, 2), of linear colours (n, 3)."""
+    red, green, blue = np.log2(light).T
+    return np.stack((red - blue, 0.5 * (red + blue) - green), axis=1)
 
 
 def _detail(luma: Image, small: Image) -> Columns:
