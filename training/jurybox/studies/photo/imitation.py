@@ -3,9 +3,9 @@
 The environment damages the training photos itself, so the edits that repair each of them (the cure) are known. The
 policy plays, every picture that it visits is labelled with the correct action, and the policy is trained on these
 (DAgger: Ross et al., "A Reduction of Imitation Learning and Structured Prediction to No-Regret Online Learning", 2011).
-If a picture does not show how it was damaged, the policy learns the median of the cures of all possible damages, so what
-may well be intact is left alone. Of saturation it learns rather the mean, which is a small edit: with the median, half of
-the pale photos are left as they are.
+If a picture does not show how it was damaged, the policy learns the median of the cures of all possible damages, so
+what may well be intact is left alone. Of saturation it learns rather the mean, which is a small edit: with the median,
+half of the pale photos are left as they are.
 """
 
 from __future__ import annotations
