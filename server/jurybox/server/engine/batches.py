@@ -199,7 +199,7 @@ class Batches:
         regions: the rows that clients have bound to device memory; None if this engine does not support it.
         ended: when the last batch ended.
         under_way: the number of batches in flight: begun and not yet answered.
-        prompt: clients that were away and prompt when the last batch was answered.
+        prompt: clients that were away and prompt when the last batch in flight was answered.
         recovery: the parts of failed batches that are still to be computed, by `recover`.
     """
 
@@ -284,6 +284,7 @@ class Batches:
             # Count the batch's time from when the device was free for it.
             began = max(flight.began, self._landed)
             self._computed(flight.slot, flight.tickets, flight.rows, flight.used, began, outcome)
+            self.prompt = self._tracker.prompt
         self._landed = self._clock()
         return True
 
@@ -339,7 +340,6 @@ class Batches:
         self.ended = ended = self._clock()
         took = ended - began
         self._tracker.answered(tickets, ended)
-        self.prompt = self._tracker.prompt
         slot.counters.batch(tickets, rows, began, ended)
         if slot.cache is not None:
             slot.counters.cached(slot.cache)

@@ -482,8 +482,11 @@ class Engine:
         Args:
             batches: the number of batches before it, without the full ones that wait.
         """
-        for slot in self._queues:
-            batches += slot.queue.rows // slot.queue.max_batch
+        if self._only is not None:
+            batches += self._only.queue.rows // self._only.queue.max_batch
+        else:
+            for slot in self._queues:
+                batches += slot.queue.rows // slot.queue.max_batch
         if self._recovery.parts:
             batches += len(self._recovery)
         # Not the mean for its own batch: an engine that got larger batches than another one is not slower.
