@@ -34,15 +34,23 @@ void threads_beyond_the_places_get_as_many_turns_and_never_more_at_a_time(std::s
                 ++copies[i];
             }
         });
-    // Until each has had several slices, however long that takes on a loaded machine.
-    for (std::size_t i = 0; i < threads; ++i)
-        while (copies[i].load() < 200) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    // From when all of them run, until each has had many slices, however long that takes on a loaded machine.
+    const auto wait_for = [&](std::size_t i, std::size_t n) {
+        while (copies[i].load() < n) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    for (std::size_t i = 0; i < threads; ++i) wait_for(i, 1);
+    std::vector<std::size_t> before(threads);
+    for (std::size_t i = 0; i < threads; ++i) before[i] = copies[i].load();
+    for (std::size_t i = 0; i < threads; ++i) wait_for(i, before[i] + 4'000);
     stop.store(true);
     for (auto& thread : running) thread.join();
     CHECK(most.load() <= static_cast<int>(places));
     std::size_t fewest = ~std::size_t{0}, all = 0;
-    for (const auto& n : copies) fewest = std::min(fewest, n.load()), all += n.load();
-    CHECK(fewest * threads * 4 >= all);  // a quarter of an equal share at least; without turns, a fiftieth
+    for (std::size_t i = 0; i < threads; ++i) {
+        const std::size_t n = copies[i].load() - before[i];
+        fewest = std::min(fewest, n), all += n;
+    }
+    CHECK(fewest * threads * 4 >= all);  // a quarter of an equal share at least
 }
 
 // The owner of the only place is away, in the midst of its slice: others need not wait until it ends.
