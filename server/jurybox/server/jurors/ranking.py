@@ -143,18 +143,18 @@ def _stops(small: Tensor) -> Tensor:
     most = small.flatten(2).amax(1, keepdim=True)
     whole = (most < 0.985).float()
     ratios = _ratios(pixels)
-    common = ratios.median(2, keepdim=True).values
-    coloured = torch.hypot(*(ratios - common).unbind(1)).unsqueeze(1)
+    ranked = ratios.sort(dim=2).values
+    coloured = torch.hypot(*(ratios - ranked[:, :, (count - 1) // 2, None]).unbind(1)).unsqueeze(1)
     parts = [
         pixels.mean(2),
-        pixels.pow(6).mean(2).pow(1 / 6),
+        (pixels * pixels * pixels).square().mean(2).pow(1 / 6),
         _mean_of(pixels, whole * (luminance >= order[:, :, round(0.9 * count), None])),
         _mean_of(pixels, (luminance <= order[:, :, count // 4, None]).float()),
-        _mean_of(pixels, (coloured <= coloured.sort(dim=2).values[:, :, count // 4, None]).float()),
+        _mean_of(pixels, (coloured <= coloured.kthvalue(count // 4 + 1, 2, keepdim=True).values).float()),
         linear.diff(dim=2).abs().mean((2, 3)) + linear.diff(dim=3).abs().mean((2, 3)) + _BLACK / 10,
     ]
     bands = F.adaptive_avg_pool2d(linear, (_BANDS, 1)).flatten(2)
-    spread = ratios.sort(dim=2).values[:, :, [round(share * (count - 1)) for share in (0.1, 0.5, 0.9)]]
+    spread = ranked[:, :, [round(share * (count - 1)) for share in (0.1, 0.5, 0.9)]]
     levels = order[:, 0, [round(share * (count - 1)) for share in _QUANTILES]].log2()
     found = torch.cat((_ratios(torch.stack(parts, dim=2)), spread, _ratios(bands)), dim=2)
     return torch.cat((found.flatten(1), levels), dim=1)
