@@ -421,8 +421,7 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            prompt = 0 if only is None or only.cost.fixed < LARGE_NS else self._prompt_ns()  # mostly without a call
-            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), prompt)
+            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), self._prompt_ns())
             accepted += len(tickets)
             if only is not None and only.cache is None:
                 queue = only.queue
@@ -482,11 +481,8 @@ class Engine:
         Args:
             batches: the number of batches before it, without the full ones that wait.
         """
-        if self._only is not None:
-            batches += self._only.queue.rows // self._only.queue.max_batch
-        else:
-            for slot in self._queues:
-                batches += slot.queue.rows // slot.queue.max_batch
+        for slot in self._queues:
+            batches += slot.queue.rows // slot.queue.max_batch
         if self._recovery.parts:
             batches += len(self._recovery)
         # Not the mean for its own batch: an engine that got larger batches than another one is not slower.

@@ -186,9 +186,8 @@ def _log_of(folder: Path, member: FleetMember) -> Path:
 def _steps_in(run: Path) -> int:
     """Return the env steps of the newest row of metrics; 0: there is none yet."""
     metrics = run / "metrics.csv"
-    rows = (
-        metrics.read_text(encoding="utf-8").split("\n")[1:-1] if metrics.exists() else []
-    )  # the last may be unfinished
+    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+    rows = text.split("\n")[1:-1]  # the last may be unfinished
     return int(float(rows[-1].partition(",")[0])) if rows else 0
 
 
