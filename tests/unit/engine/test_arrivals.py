@@ -86,6 +86,25 @@ def test_the_fixed_cost_of_a_batch_is_distinguished_from_that_of_its_rows():
     for _ in range(3000):
         shared.observe(16, 112_000)
     assert 70_000 < shared.fixed < 90_000  # a single size gives no new information
+    assert shared.possible == 112_000  # all that it can be
+
+
+def test_a_cost_that_equal_batches_no_longer_show_may_be_all_of_theirs():
+    cost = BatchCost()
+    assert cost.possible == 0
+    cost.observe(3, 40_000_000)  # of a model that had to be loaded
+    for _ in range(20):
+        cost.observe(3, 12_000_000)
+    assert cost.possible == 12_000_000
+    for rows in (1, 2, 3, 4, 5, 6) * 10:
+        cost.observe(rows, 9_000_000 * rows)
+    assert cost.possible == cost.fixed < 4_000_000
+    for _ in range(500):
+        cost.observe(3, 12_000_000)
+    assert cost.fixed < 8_000_000 and cost.possible == 12_000_000
+    for _ in range(500):
+        cost.observe(3, 30_000_000)
+    assert cost.possible == 30_000_000
 
 
 class World:

@@ -113,6 +113,29 @@ def test_of_batches_of_one_size_the_cost_counts_as_fixed_until_one_of_all_shows_
     assert made.wait(1) == 0, "all of it is for its rows"
 
 
+@pytest.mark.parametrize("cores", [2, 16])
+def test_two_groups_in_turn_become_one_though_a_ticket_once_seemed_to_cost_by_its_rows(cores):
+    """Neither group ever shows the fixed cost: each sends three rows, and the estimate would stay as it is."""
+    clock = Clock()
+    made = QuickHalf(cores, clock)
+    for rows in [3] * 100 + [1, 2, 3, 4, 5, 6] * 40:
+        made.took(rows, 0.04 * rows)  # the machine was busy
+    for _ in range(600):
+        made.took(3, 0.12)
+    clients = connections(6)
+    ask_again(made, clock, clients, 0.002)
+    one_of_them_asks(made, clients)
+    assert made.wait(1) > 0
+
+
+def test_the_first_tickets_of_a_slow_model_show_no_cost_of_their_rows():
+    """Their durations are cut, since one alone could be an accident: three rows that seem to take longer than one."""
+    made = QuickHalf(16, Clock())
+    for number in range(40):
+        made.took(min(6, 1 + number), 0.12)
+    assert made._prompt == pytest.approx(0.06, rel=0.01)
+
+
 @pytest.mark.parametrize(("after", "expected"), [(0.0005, 0.002), (0.002, 0.004), (0.008, 0.005)])
 def test_a_wait_takes_twice_as_long_as_clients_do_within_limits(after, expected):
     made, clock = tracker()

@@ -134,6 +134,7 @@ class QuickHalf(Returns):
         super().__init__(clock)
         self._few = (len(os.sched_getaffinity(0)) if cores is None else cores) <= _FEW
         self._took = 0.0  # seconds of a ticket, smoothed
+        self._fixed = 0.0  # ns of a ticket that do not depend on its rows
         self._prompt = 0.0  # seconds for which a ticket waits for all who return within them; 0: tickets are not costly
         self._delay = 0.0  # seconds that quick clients take, smoothed
         self._until = 0.0  # when the current wait ends; 0: there is none
@@ -171,11 +172,11 @@ class QuickHalf(Returns):
         brief = min(seconds, 2 * BRIEF)  # a slow ticket says little about the next one
         self._brief += 0.125 * (brief - self._brief) if self._brief else brief
         if self._few or seconds * 1e9 >= LARGE_NS:
-            seconds = min(seconds, max(_OUTLIER * self._took, _MOST_WAIT[0]))
-            self._cost.observe(rows, int(seconds * 1e9))
-            self._took += _SMOOTHING * (seconds - self._took)
-            # Batches of one size do not show the fixed cost: all counts, until one waits for all.
-            fixed = self._cost.fixed if self._cost.row is not None else self._took * 1e9
+            most = max(_OUTLIER * self._took, _MOST_WAIT[0])
+            self._took += _SMOOTHING * (min(seconds, most) - self._took)
+            if seconds <= most:  # what was cut would show a cost of its rows that they do not have
+                self._cost.observe(rows, int(seconds * 1e9))
+            self._fixed = fixed = self._cost.possible
             self._prompt = _PROMPT * fixed / 1e9 if fixed >= LARGE_NS else 0.0
 
     @property
@@ -210,7 +211,7 @@ class QuickHalf(Returns):
             self._until = 0.0
             self._waited(_SMOOTHING, in_vain=True)
             self._forget()
-        elif self._hopeless or (not self._prompt and self._cost.fixed < _SHARED * 1e9 * self._took):
+        elif self._hopeless or (not self._prompt and self._fixed < _SHARED * 1e9 * self._took):
             self._in_vain *= self._forgiven
         else:
             most = self._prompt or min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
@@ -261,8 +262,8 @@ class WholeGroup(Returns):
 
     @property
     def fixed(self) -> float:
-        """Fixed cost of a batch, independent of its rows, in seconds; 0 until it is known."""
-        return self._cost.fixed / 1e9
+        """Fixed cost of a batch, independent of its rows, in seconds (`BatchCost.possible`)."""
+        return self._cost.possible / 1e9
 
     def arrived(self, client: Any, seconds: float = 0.0, waiting: int = 1) -> bool:
         """See `Returns.arrived`."""
