@@ -13,9 +13,10 @@ import pytest
 import torch
 from benchmarks import photo_ranking
 from safetensors.torch import save_file
+from torch.nn import functional
 
 from jurybox.server.jurors import jury, ranked
-from jurybox.server.jurors.ranking import _stops, statistics
+from jurybox.server.jurors.ranking import _blurred, _halved, _luma, _ordered, _stops, statistics
 from jurybox.studies.photo.environment import PhotoEdit, PhotoLibrary
 from jurybox.studies.photo.environment.edits import TOOLS, Degradation, Edits, apply, degrade, draw
 
@@ -227,3 +228,21 @@ def test_photographs_that_are_missing_are_an_error_that_counts_them(tmp_path, ca
     )
     missing = int(said.split()[0])
     assert f"{missing} of {len(listed)} photographs are missing" in said and len(said.splitlines()) == 1 + missing
+
+
+@pytest.mark.parametrize("of", ["halves", "means", "order", "luma"])
+def test_what_is_computed_from_shifted_planes_is_what_torch_defines(of):
+    planes = torch.rand(2, 3, 37, 50, generator=torch.Generator().manual_seed(1))
+    found, defined = {
+        "halves": lambda: (_halved(planes), functional.avg_pool2d(planes, 2)),
+        "means": lambda: (_blurred(planes, 5), functional.avg_pool2d(planes, 5, 1)),
+        "order": lambda: (_ordered(planes), planes.sort(dim=-1).values),
+        "luma": lambda: (_luma(planes), functional.conv2d(planes, torch.tensor([[[[0.299]], [[0.587]], [[0.114]]]]))),
+    }[of]()
+    torch.testing.assert_close(found, defined)
+
+
+def test_a_picture_can_be_improved_along_the_gradient_of_its_score(photos):
+    picture = torch.from_numpy(photos[0][None]).float().requires_grad_()
+    ranked().module(image=picture)["score"].sum().backward()
+    assert picture.grad.isfinite().all() and picture.grad.abs().max() > 0
