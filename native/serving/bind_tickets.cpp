@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "serving/batch_cost.hpp"
 #include "serving/open_rows.hpp"
 #include "serving/tickets.hpp"
 
@@ -398,6 +399,15 @@ void bind_tickets(nb::module_& m) {
     m.attr("SESSION_WRONG") = static_cast<std::uint32_t>(kWrong);
     m.attr("SESSION_LOST") = static_cast<std::uint32_t>(kLost);
     m.attr("SESSION_TWICE") = static_cast<std::uint32_t>(kTwice);
+
+    m.attr("LARGE_NS") = kLargeNs;
+    nb::class_<BatchCost>(m, "BatchCost", "A linear model of a batch's duration as a function of its rows; see serving/batch_cost.hpp.")
+        .def(nb::init<>())
+        .def("observe", &BatchCost::observe, nb::arg("rows"), nb::arg("ns"), nb::lock_self(),
+             "Record a batch; return what one of a single row would have taken, ns by the estimate so far.")
+        .def_prop_ro("fixed", &BatchCost::fixed, nb::lock_self(), "The cost in ns that is independent of the number of rows.")
+        .def_prop_ro("possible", &BatchCost::possible, nb::lock_self(),
+                     "The same; while equal batches do not show which part that is, all of the shortest.");
 
     nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Predicts which clients are about to send again; see engine/batches.py.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))

@@ -7,13 +7,12 @@ import pytest
 import torch
 from tests.models import VECTOR
 
-from jurybox.native import ArrivalTracker
+from jurybox.native import ArrivalTracker, BatchCost
 from jurybox.protocol.arena import Arena, ArenaLayout
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.spec import ModelSpec
 from jurybox.protocol.wire import PACK_TICKET, TICKET
-from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.batches import QUICK
 from jurybox.server.engine.core import Engine
 from jurybox.server.engine.device import DeviceServed
@@ -87,24 +86,6 @@ def test_the_fixed_cost_of_a_batch_is_distinguished_from_that_of_its_rows():
         shared.observe(16, 112_000)
     assert 70_000 < shared.fixed < 90_000  # a single size gives no new information
     assert shared.possible == 112_000  # all that it can be
-
-
-def test_a_cost_that_equal_batches_no_longer_show_may_be_all_of_theirs():
-    cost = BatchCost()
-    assert cost.possible == 0
-    cost.observe(3, 40_000_000)  # of a model that had to be loaded
-    for _ in range(20):
-        cost.observe(3, 12_000_000)
-    assert cost.possible == 12_000_000
-    for rows in (1, 2, 3, 4, 5, 6) * 10:
-        cost.observe(rows, 9_000_000 * rows)
-    assert cost.possible == cost.fixed < 4_000_000
-    for _ in range(500):
-        cost.observe(3, 12_000_000)
-    assert cost.fixed < 8_000_000 and cost.possible == 12_000_000
-    for _ in range(500):
-        cost.observe(3, 30_000_000)
-    assert cost.possible == 30_000_000
 
 
 class World:
@@ -238,9 +219,10 @@ def test_two_halves_of_a_crowd_in_closed_loop_take_turns(world):
     assert 7 <= np.mean(clients.sizes[-20:]) <= 10  # one half computes while the other's clients run
 
 
-def test_batches_do_not_wait_if_batching_saves_nothing(world):
+@pytest.mark.parametrize("turns", [100, 3000])
+def test_batches_do_not_wait_if_batching_saves_nothing(world, turns):
     clients = world([200_000] * 4, fixed=0, by_row=700_000)
-    clients.run(100)
+    clients.run(turns)
     busy = sum(clients.sizes) * 700_000
     assert busy > 0.9 * clients.now  # clients prepare while the engine computes for others
 
@@ -261,6 +243,19 @@ def test_where_the_fixed_cost_is_large_all_prompt_clients_are_in_one_batch(world
     possible = clients / (fixed + by_row * clients)
     assert (sum(crowd.sizes) - computed) / (crowd.now - began) > 0.93 * possible
     assert set(crowd.sizes[-20:]) == {clients}
+
+
+def test_two_halves_become_one_batch_though_its_cost_once_seemed_to_be_that_of_its_rows(world):
+    """Of equal batches in turn none shows the fixed cost: the wrong estimate would last."""
+    crowd = world([100_000] * 8, fixed=4_000_000)
+    for client in range(4):
+        crowd.asks[client] += 2_000_000
+    for rows in [1, 2, 3, 4, 5, 6, 7, 8] * 60:
+        crowd.engine.slots[0].cost.observe(rows, 1_000_000 * rows)  # as on a busy machine
+    crowd.run(20)
+    assert set(crowd.sizes[-10:]) == {4}
+    crowd.run(200)
+    assert set(crowd.sizes[-10:]) == {8}
 
 
 @pytest.mark.parametrize(("fixed", "by_row"), [(2_000_000, 100_000), (5_000_000, 1_000_000), (10_000_000, 100_000)])

@@ -15,7 +15,6 @@ from jurybox import native
 from jurybox.protocol.errors import Code, Error, ModelFailed, VersionNotHeld, plain, said
 from jurybox.protocol.scoreboard import TIME_BUCKETS
 from jurybox.protocol.spec import ModelSpec
-from jurybox.server.batch_cost import BatchCost
 from jurybox.server.engine.device import DeviceBatch, DeviceLost, DeviceServed, device_error, forget_frames
 from jurybox.server.engine.device_regions import DeviceRegions, RowsNotBound
 from jurybox.server.engine.forward_timeout import ForwardTimeout, limited
@@ -121,7 +120,7 @@ class Slot:
         self.served = served
         self.queue = queue
         self.counters = counters
-        self.cost = BatchCost()
+        self.cost = native.BatchCost()
         self.cache = served.cache if isinstance(served, Served) else None
         self.shown = 0  # 1 + the model's number, for the scoreboard's `computing`; 0: read it from the tickets
 
@@ -344,10 +343,7 @@ class Batches:
         if slot.cache is not None:
             slot.counters.cached(slot.cache)
         self.mean_ns += _SMOOTHING * (took - self.mean_ns)
-        cost = slot.cost
-        one = took / computed if cost.row is None else max(0.0, took - cost.row * (computed - 1))
-        self.one_ns += _SMOOTHING * (one - self.one_ns)
-        cost.observe(computed, took)
+        self.one_ns += _SMOOTHING * (slot.cost.observe(computed, took) - self.one_ns)
 
     def _not_computed(self, slot: Slot, tickets: NDArray[Any], version: int, outcome: BatchOutcome) -> NDArray[Any]:
         """Answer the tickets of a batch that failed individually, and plan the recovery of others; return the rest."""
@@ -486,4 +482,4 @@ def _halves(tickets: NDArray[Any]) -> list[NDArray[Any]]:
 
 QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches
 COPIED = 1.0  # bytes a ns, at least, that rows are copied to a device and back
-PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost, if that is LARGE_NS or more
+PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost, if that is native.LARGE_NS or more

@@ -13,7 +13,6 @@ from jurybox import native
 from jurybox.protocol.errors import Code, plain, said
 from jurybox.protocol.scoreboard import MAX_MODELS, NORMAL, Scoreboard
 from jurybox.protocol.wire import TICKET
-from jurybox.server.batch_cost import LARGE_NS
 from jurybox.server.engine.batches import COPIED, PROMPT, QUICK, Batches, ModelCounters, Slot, cell
 from jurybox.server.engine.device_regions import DeviceRegions
 from jurybox.server.engine.loads import LOADS
@@ -385,7 +384,7 @@ class Engine:
 
         Not with several models: the clients of one of them fill no batch of another.
         """
-        if self._only is None or (fixed := self._only.cost.fixed) < LARGE_NS:
+        if self._only is None or (fixed := self._only.cost.possible) < native.LARGE_NS:
             return 0
         return int(fixed * PROMPT)
 

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jurybox.server.batch_cost import LARGE_NS, BatchCost
+from jurybox import native
 from jurybox.server.security.access import ClientConnection
 
 _FEW = 2  # cores that clients, gateway and engine share
@@ -71,7 +71,7 @@ class Returns:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._cost = BatchCost()
+        self._cost = native.BatchCost()
         self._away: dict[Any, float] = {}  # when quick ones were answered that have sent no request since, oldest first
         self._in_vain = 0.0  # the share of waits that ended in vain, smoothed
 
@@ -171,13 +171,13 @@ class QuickHalf(Returns):
         """See `Returns.took`."""
         brief = min(seconds, 2 * BRIEF)  # a slow ticket says little about the next one
         self._brief += 0.125 * (brief - self._brief) if self._brief else brief
-        if self._few or seconds * 1e9 >= LARGE_NS:
+        if self._few or seconds * 1e9 >= native.LARGE_NS:
             most = max(_OUTLIER * self._took, _MOST_WAIT[0])
             self._took += _SMOOTHING * (min(seconds, most) - self._took)
             if seconds <= most:  # what was cut would show a cost of its rows that they do not have
                 self._cost.observe(rows, int(seconds * 1e9))
             self._fixed = fixed = self._cost.possible
-            self._prompt = _PROMPT * fixed / 1e9 if fixed >= LARGE_NS else 0.0
+            self._prompt = _PROMPT * fixed / 1e9 if fixed >= native.LARGE_NS else 0.0
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
@@ -262,7 +262,7 @@ class WholeGroup(Returns):
 
     @property
     def fixed(self) -> float:
-        """Fixed cost of a batch, independent of its rows, in seconds (`BatchCost.possible`)."""
+        """Fixed cost of a batch, independent of its rows, in seconds (`native.BatchCost.possible`)."""
         return self._cost.possible / 1e9
 
     def arrived(self, client: Any, seconds: float = 0.0, waiting: int = 1) -> bool:
