@@ -82,7 +82,7 @@ def write(folder: Path, members: Sequence[FleetMember], command: str) -> str:
     if not means:
         returns = [run.score for run in runs if run.score is not None]
         told = f": {what} {returns[0]:.4g}" if len(returns) == 1 else ""
-        return f"{len(runs)} runs{told} {files}"
+        return f"{'1 run' if len(runs) == 1 else f'{len(runs)} runs'}{told} {files}"
     lines = [
         f"{f'{name}: ' if name else ''}interquartile mean of the {what} {found.mean:.4g}, "
         f"95 % interval {found.low:.4g} to {found.high:.4g}, {sum(map(len, whole[name]))} runs"
