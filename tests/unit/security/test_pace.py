@@ -60,8 +60,8 @@ def test_a_rest_ends_soon_however_long_the_work_was(monkeypatch):
         pace, one = WorkPace(), object()
         breaks = Breaks(pace, lambda: None)
         pace.heard(one)
-        breaks._rest(time.monotonic() - 60.0)
-        assert breaks._debt._owed == 0.5
+        breaks._rest(time.monotonic() - 61.0, time.monotonic() - 60.0)
+        assert 1.0 < breaks._debt.left <= 2.0
         return times
 
     assert asyncio.run(work()) == [pytest.approx(ACTIVE)]
@@ -74,8 +74,8 @@ def test_after_each_rest_the_work_goes_on_once(active):
         breaks = Breaks(pace, lambda: (times.append(time.monotonic()), gone_on.set()))
         pace.heard(object())
         began = time.monotonic() - 0.02
-        breaks.after(began)
-        breaks.after(began)
+        breaks.after(began, began)
+        breaks.after(began, began)
         assert breaks.resting
         await asyncio.wait_for(gone_on.wait(), 20)
         assert not breaks.resting
@@ -179,7 +179,7 @@ def test_short_pieces_of_heavy_work_add_up_to_a_rest(active):
             gone_on.clear()
             began = time.monotonic()
             time.sleep(0.0002)  # noqa: ASYNC251  it is work
-            breaks.after(began)
+            breaks.after(began, began)
             worked += (over := time.monotonic()) - began
             await asyncio.wait_for(gone_on.wait(), 20)
             left += time.monotonic() - over

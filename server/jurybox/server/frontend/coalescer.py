@@ -48,7 +48,7 @@ class RequestCoalescer:
         returns: consulted before every ticket that is not full; None: `QuickHalf`.
         engines: the number of engines that answer this lane; each is sent a ticket before another waits.
         expired: called for every request that was not answered in time.
-        pace: shared with other lanes, to which a ticket with large answers leaves as much time as it took.
+        pace: shared with other lanes, to which a ticket with large answers leaves time.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class RequestCoalescer:
         if isinstance(ticket, tuple):
             self._record(batch, began)
             self._give(batch, *ticket)
-            self._leave_time(ticket[0], began)
+            self._leave_time(ticket[0], began, time.monotonic())
             return True
         if brief:
             self._returns.blocked_in_vain()
@@ -263,14 +263,10 @@ class RequestCoalescer:
         sent.look()
         return True
 
-    def _leave_time(self, outputs: Arrays, began: float) -> None:
-        """Let others come first after a ticket with large answers, for as long as it takes to send them.
-
-        Args:
-            began: when they came, s of the monotonic clock: the engine's computing keeps the loop from nobody.
-        """
+    def _leave_time(self, outputs: Arrays, sent: float, came: float) -> None:
+        """Let others come first after a ticket with large answers that was sent and came then, see `Breaks.after`."""
         if _size(outputs) >= HEAVY:
-            self._breaks.after(began)
+            self._breaks.after(sent, came)
 
     def _go_on(self) -> None:
         if not self._called:
@@ -294,7 +290,7 @@ class RequestCoalescer:
         else:
             self._give(batch, outputs, version)
             sent.ticket.give_up()
-            self._leave_time(outputs, came)
+            self._leave_time(outputs, sent.began, came)
         if self._waiting:
             self._send()
         elif not self.busy:
@@ -427,7 +423,7 @@ class RequestCoalescer:
                 else:
                     request.answer.set_result((part, version))
             at = end
-        self._leave_time(outputs, came)
+        self._leave_time(outputs, began, came)
 
     def _joined_in(self, room: dict[str, Any], name: str, parts: list[Any]) -> Any:
         """Concatenate rows of several requests in a reused buffer: for images, new pages cost more than the copy."""

@@ -16,7 +16,7 @@ HEAP = 1 << 16  # bytes of a read after which others come first: libuv reads 32 
 # Seconds for which somebody who was heard counts as active. Who wants something less often than that loses little to
 # heavy work, whose turns are shorter: it is served between two of them.
 _ACTIVE = 0.01
-_MOST = 0.5  # seconds that are owed to others
+_MOST = 2.0  # seconds that are owed to others
 # Seconds that are left to others for each second of heavy work: a little less than three, so that it gets a quarter of
 # all. With one, a client that waits for its answers keeps less than half of its rate, since it needs the event loop
 # twice for each; with two, it does where the kernel's part of the work is dear.
@@ -63,34 +63,39 @@ class WorkPace:
 
 
 class _Debt:
-    """The time that somebody owes to others, and the rests in which they get it."""
+    """The time that somebody owes to others: until when they come first."""
 
     def __init__(self, pace: WorkPace) -> None:
         self._pace = pace
-        self._owed = 0.0  # s
-        self._since: float | None = None  # when the rest began, s of the monotonic clock; None: there is none
+        self._until = float("-inf")  # s of the monotonic clock
 
-    def worked(self, seconds: float) -> None:
-        """Owe others their time for so much work. Work within a rest also shortens the rest."""
-        self._owed = min(_MOST, self._owed + (_LEFT + (self._since is not None)) * seconds)
+    @property
+    def left(self) -> float:
+        """Seconds that are owed still."""
+        return max(0.0, self._until - time.monotonic())
 
-    def rest(self, who: object, then: Callable[[], None]) -> None:
-        """Leave others what is owed, while they want it, and then call. What is too little for a timer is owed on."""
-        seconds = self._pace.rest(who, self._owed, self._since)
-        if not seconds:  # nobody wants it; what they got too much counts for the next time
-            self._owed = min(0.0, self._owed)
-        if self._owed < _LEAST:
-            self._since = None
-            then()
-            return
+    def worked(self, seconds: float, elsewhere: float = 0.0) -> None:
+        """Leave others their time for so much work, which has ended now, and as much as it took elsewhere before."""
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        asyncio.get_running_loop().call_later(max(seconds, _LEAST), self._rested, now, who, then)
+        began = now - seconds
+        if self._until > began - _LEAST:  # others still come first; or they did until now, with a timer that was late
+            began = self._until
+        self._until = min(began + (1 + _LEFT) * seconds + elsewhere, now + _MOST)
 
-    def _rested(self, began: float, who: object, then: Callable[[], None]) -> None:
-        # uvloop's timers are up to a millisecond early or late.
-        self._owed = max(-_LEAST, self._owed - (time.monotonic() - began))
-        self.rest(who, then)
+    def rest(self, who: object, then: Callable[[], None], since: float | None = None) -> None:
+        """Leave others what is owed, while they want it, and then call. What is too little for a timer is owed on.
+
+        Args:
+            since: see `WorkPace.rest`.
+        """
+        seconds = self._pace.rest(who, self.left, since)
+        if not seconds:  # nobody wants it
+            self._until = min(time.monotonic(), self._until)
+        if self.left < _LEAST:
+            then()
+        else:
+            since = time.monotonic() if since is None else since
+            asyncio.get_running_loop().call_later(max(seconds, _LEAST), self.rest, who, then, since)
 
 
 async def joined(pieces: Sequence[bytes]) -> bytes:
@@ -157,7 +162,7 @@ class Turns:
     def rest(self, who: Any, seconds: float) -> float:
         """Return for how many seconds others come first after heavy work of so many; 0: `who` may go on."""
         self._heavy[who] = time.monotonic()
-        return self._pace.rest(who, seconds)
+        return self._pace.rest(who, max(seconds, self._debt.left))
 
     def later(self, who: HasTurns, seconds: float) -> None:
         """Let somebody go on who has just had a turn of so many seconds, after all others that have more to do."""
@@ -241,7 +246,7 @@ class Turns:
 
 
 class Breaks:
-    """The rests of one that does heavy work in pieces, for as long as it has worked.
+    """The rests of one that does heavy work in pieces, an engine's part and its own.
 
     Args:
         go_on: called after each rest.
@@ -257,14 +262,19 @@ class Breaks:
         """See `WorkPace.heard`."""
         self._pace.heard(self)
 
-    def after(self, began: float) -> None:
-        """Rest after a piece of work that began then (s of the monotonic clock) and ends with this turn of the loop."""
+    def after(self, sent: float, came: float) -> None:
+        """Rest after a piece of work that ends with this turn of the loop.
+
+        Args:
+            sent, came: when its ticket was sent and answered, s of the monotonic clock. Others get as much of the
+                engine's time, behind whose ticket they wait.
+        """
         if not self.resting:
             self.resting = True
-            asyncio.get_running_loop().call_soon(self._rest, began)
+            asyncio.get_running_loop().call_soon(self._rest, sent, came)
 
-    def _rest(self, began: float) -> None:
-        self._debt.worked(time.monotonic() - began)
+    def _rest(self, sent: float, came: float) -> None:
+        self._debt.worked(time.monotonic() - came, came - sent)
         self._debt.rest(self, self._over)
 
     def _over(self) -> None:

@@ -219,7 +219,7 @@ class FastPath:
         if peers:
             self._record_outcome(self.model.name, True)
         if rows * self._row_bytes >= HEAVY:
-            self._breaks.after(came)
+            self._breaks.after(came - seconds, came)
         self._give_back(0)  # those of a form without heads of this version
 
     def _look(self) -> None:
