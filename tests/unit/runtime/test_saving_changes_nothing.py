@@ -15,6 +15,7 @@ from tests.unit.runtime import toys
 from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.studies.hockey.test_hockey_training import same
 from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
+from tests.unit.studies.photo.test_photo_resume import few_photos  # noqa: F401
 from tests.unit.studies.workflow.test_trainer import SETTINGS as WORKFLOW
 
 from jurybox.studies.hockey import train as hockey

@@ -18,6 +18,7 @@ from tests.serving import START, segments, wait_until
 from tests.unit.runtime import toys
 from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
+from tests.unit.studies.photo.test_photo_resume import few_photos  # noqa: F401
 from tests.unit.studies.workflow.test_trainer import SETTINGS as WORKFLOW
 
 from jurybox.studies.hockey.train import train as train_hockey

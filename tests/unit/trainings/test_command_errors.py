@@ -9,6 +9,7 @@ import pytest
 import typer
 from tests.unit.runtime.toys import plan
 from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
+from tests.unit.studies.photo.test_photo_resume import few_photos  # noqa: F401
 from typer.testing import CliRunner
 
 from jurybox.client import Refused, ServerGone

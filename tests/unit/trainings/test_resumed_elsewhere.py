@@ -11,7 +11,7 @@ from tests.unit.runtime.toys import Rows
 from tests.unit.runtime.toys import plan as toy_plan
 from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
-from tests.unit.studies.photo.test_photo_resume import summary
+from tests.unit.studies.photo.test_photo_resume import few_photos, summary  # noqa: F401
 
 from jurybox.studies.hockey.train import train as train_hockey
 from jurybox.studies.photo.learning import columns

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import cv2
 import numpy as np
 import pytest
+from tests.unit.studies.photo.test_photo_resume import few_photos  # noqa: F401
 
 from jurybox.studies.photo import evaluation as photo_evaluation
 from jurybox.studies.photo.environment import PhotoConfig

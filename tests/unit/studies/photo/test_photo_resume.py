@@ -2,6 +2,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import cloudpickle
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from stable_baselines3 import PPO
 
 from jurybox.studies.photo import recorder
-from jurybox.studies.photo.environment import PhotoConfig
+from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary
 from jurybox.studies.photo.learning import METRICS, PhotoTraining, _new_model, make_environments, train
 from jurybox.studies.photo.train import run
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
@@ -29,6 +30,16 @@ SMALL = PhotoTraining(
     hidden=(8,),
     checkpoint_every=16,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_photos():
+    """Of fourteen held-out photos two are edited by an evaluation, which is nearly all of a small run."""
+    shipped = PhotoLibrary.shipped()
+    few = replace(shipped, held_out=shipped.held_out[:2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PhotoLibrary, "shipped", lambda: few)
+        yield
 
 
 def trained(folder, settings=SMALL, resume=None):
