@@ -40,6 +40,7 @@ _IMPORTED = (
     *(f"jurybox.server.{role}.process" for role in _ROLES),
 )
 _PARENT = "_JURYBOX_PARENT"  # of jurybox.processes
+_PATH = "PYTHONPATH"
 _LARGEST = 1 << 17  # bytes of a request, which is one datagram
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _M_ARENA_MAX = 1, 15, -8
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -145,8 +146,11 @@ def collected() -> None:
 
 
 def may_start(python: str, environment: Mapping[str, str], under: Sequence[object]) -> bool:
-    """Whether a server can be forked: in this interpreter, not under another program, with what a nursery has read."""
-    read = {name for name in {*environment, *_at_start} if name.startswith(_READ_AT_START)}
+    """Whether a server can be forked: in this interpreter, not under another program, with what a nursery has read.
+
+    PYTHONPATH may differ: a fork takes it over. But modules on it hide none that a nursery has imported.
+    """
+    read = {name for name in {*environment, *_at_start} if name.startswith(_READ_AT_START)} - {_PATH}
     same = all(environment.get(name) == _at_start.get(name) for name in read)
     return wanted and python == sys.executable and same and not under
 
@@ -248,10 +252,12 @@ def _child(request: dict[str, Any], files: list[int], parent: int) -> None:
         if number > 2 and number not in files:
             with contextlib.suppress(OSError):  # that of the listing
                 os.close(number)
+    before = _entries(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    sys.path[0] = "" if server else request["folder"]
+    others = [each for each in sys.path[1:] if each not in before]
+    sys.path[:] = ["" if server else request["folder"], *_entries(os.environ), *others]
     importlib.invalidate_caches()
     program, *rest = request["arguments"]
     sys.argv = [program, *map(str, files), *rest]
@@ -267,6 +273,11 @@ def _child(request: dict[str, Any], files: list[int], parent: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _LIBC.prctl(_PR_SET_NAME, f"jurybox-{program.rpartition('.')[2]}".encode(), 0, 0, 0)
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def _entries(environment: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH, as an interpreter that starts puts them on its path."""
+    return [os.path.abspath(each) for each in environment.get(_PATH, "").split(os.pathsep) if each]
 
 
 def _fork_for_the_supervisor() -> Nursery:

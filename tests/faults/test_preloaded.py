@@ -66,10 +66,25 @@ def test_a_preloaded_server_is_what_a_started_one_is(tmp_path, monkeypatch):
 
 def test_none_is_forked_with_variables_that_were_read_before():
     assert preloaded.may_start(sys.executable, {**os.environ, "JURYBOX_TOKEN": "other"}, [])
-    for name in ("LD_PRELOAD", "PYTHONPATH", "OMP_NUM_THREADS"):
+    for name in ("LD_PRELOAD", "PYTHONHASHSEED", "OMP_NUM_THREADS"):
         assert not preloaded.may_start(sys.executable, {**os.environ, name: "other"}, [])
     assert not preloaded.may_start("/usr/bin/python3", os.environ, [])
     assert not preloaded.may_start(sys.executable, os.environ, ["prlimit"])
+
+
+def test_its_processes_find_what_is_on_its_pythonpath_in_that_order(tmp_path):
+    first, second = folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    (first / "in_both.py").write_text("from tests.models import affine\n")
+    (second / "in_both.py").write_text("")
+    (second / "in_second.py").write_text("from tests.models import affine\n")
+    models = {name: {"factory": f"{name}:affine"} for name in ("in_both", "in_second")}
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    assert preloaded.may_start(sys.executable, {**os.environ, **path}, [])
+    with serving(tmp_path / "server", models, path) as server, server.connect() as client:
+        for name in models:
+            assert client.model(name)(np.ones(4, np.float32)).tolist() == ANSWER
 
 
 def test_a_server_that_does_not_start_ends_with_its_status_and_text(tmp_path):
