@@ -104,7 +104,10 @@ def test_a_policy_that_remembers_learns_from_a_replay_in_processes_and_is_resume
     "env",
     [
         pytest.param({"env": "CartPole-v1"}, marks=pytest.mark.runs),
-        {"env": "tests.unit.gym_training.test_raw_observations:Sampled", "env_args": {"space": "parts"}},
+        pytest.param(
+            {"env": "tests.unit.gym_training.test_raw_observations:Sampled", "env_args": {"space": "parts"}},
+            marks=pytest.mark.runs,
+        ),
         {"env": CORRIDOR, "env_args": {"several": True}, "action_masks": True},
     ],
     ids=["CartPole", "Dict", "masks"],

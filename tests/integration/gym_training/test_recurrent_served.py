@@ -113,7 +113,14 @@ def test_an_exported_policy_on_a_server_remembers_in_sessions(server, run) -> No
     np.testing.assert_allclose(state["memory"], policy._memory.numpy(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("algorithm", "cell"), [("ppo", "lstm"), ("ppo", "gru"), ("dqn", "lstm"), ("sac", "gru")])
+@pytest.mark.parametrize(
+    ("algorithm", "cell"),
+    [
+        ("ppo", "lstm"),
+        ("dqn", "lstm"),
+        *(pytest.param(*each, marks=pytest.mark.runs) for each in (("ppo", "gru"), ("sac", "gru"))),
+    ],
+)
 def test_served_and_local_recurrent_policies_learn_the_same_serially(tmp_path, algorithm, cell) -> None:
     outcomes = {}
     for policy in ("local", "served"):

@@ -49,7 +49,7 @@ def observations_of(folder, agent):
         replay.close()
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "iqn", "ppo"])
+@pytest.mark.parametrize("algorithm", ["dqn", pytest.param("iqn", marks=pytest.mark.runs), "ppo"])
 def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorithm):
     base = PPO if algorithm == "ppo" else {**DQN, "algorithm": algorithm}
     kinds = {f"sees_{kind}": kind for kind in SPACES}
@@ -82,6 +82,7 @@ def test_float_observations_are_unchanged_between_processes(tmp_path, base):
     assert np.array_equal(one, two) and len(one) >= 30 and len(np.unique(one)) > 60
 
 
+@pytest.mark.runs
 def test_rewarded_actions_are_learned_from_floats(tmp_path):
     settings = MarlTraining(
         algorithm="dqn",

@@ -68,7 +68,7 @@ CASES: list[tuple[str, dict]] = [
 
 @pytest.mark.parametrize(
     ("name", "settings", "with_compiler"),
-    [*((*case, False) for case in CASES), pytest.param("sac", {}, True, marks=needs_compiler)],
+    [*((*case, False) for case in CASES), pytest.param("sac", {}, True, marks=[needs_compiler, pytest.mark.runs])],
 )
 def test_a_compiled_learner_learns_what_one_that_is_not_does(name, settings, with_compiler, monkeypatch) -> None:
     if not with_compiler:  # the traced graph itself, in a tenth of the time

@@ -85,7 +85,7 @@ def test_stored_rows_have_what_was_remembered_before_their_step_also_of_random_o
     ("algorithm", "more"),
     [
         ("dqn", {"steps": 1000, "exploration_fraction": 0.5, "target_update_interval": 100}),
-        ("sac", {"steps": 1500, "ent_coef": 0.03, "tau": 0.05}),
+        pytest.param("sac", {"steps": 1500, "ent_coef": 0.03, "tau": 0.05}, marks=pytest.mark.runs),
         pytest.param(
             "iqn", {"steps": 1500, "exploration_fraction": 0.5, "target_update_interval": 100}, marks=pytest.mark.runs
         ),

@@ -190,6 +190,7 @@ def test_bots_beat_a_random_player() -> None:
         assert losses > wins + 0.1
 
 
+@pytest.mark.runs
 def test_strong_beats_weak_as_often_as_in_the_original() -> None:
     """The original's 4,000 games: 40.2 % won, 45.3 % tied, 14.4 % lost; here to within three standard errors."""
     n = 150

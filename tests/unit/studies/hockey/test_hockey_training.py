@@ -391,6 +391,7 @@ def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
         plan(settings(env="nowhere.at_all:Env"), tmp_path)
 
 
+@pytest.mark.runs
 def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path) -> None:
     s = settings(steps=4000, snapshot_every=1, train_freq=2, league={"pool": 2, "least_games": 2, "anchor_share": 0.9})
     run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
