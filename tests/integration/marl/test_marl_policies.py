@@ -31,13 +31,13 @@ def folder(tmp_path_factory):
         env="tests.integration.marl.worlds:Kinds",
         env_args={"kinds": KINDS, "first": 5},
         share=(("b", "c"),),
-        steps=960,
+        steps=640,
         hidden=(16,),
         ppo={"n_steps": 64},
         learning_rate=0.01,
         evaluation_episodes=3,  # the best policy is kept, and one episode says little
-        evaluate_every=480,
-        checkpoint_every=480,
+        evaluate_every=320,
+        checkpoint_every=320,
     )
     out = tmp_path_factory.mktemp("marl")
     run(plan(settings), out, Nothing(), serial=True)
