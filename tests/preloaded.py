@@ -277,7 +277,7 @@ def _child(request: dict[str, Any], files: list[int], parent: int) -> None:
 
 def _entries(environment: Mapping[str, str]) -> list[str]:
     """The folders of PYTHONPATH, as an interpreter that starts puts them on its path."""
-    return [os.path.abspath(each) for each in environment.get(_PATH, "").split(os.pathsep) if each]
+    return [str(Path(each).absolute()) for each in environment.get(_PATH, "").split(os.pathsep) if each]
 
 
 def _fork_for_the_supervisor() -> Nursery:

@@ -55,6 +55,7 @@ def serves_and_ends(folder: Path, monkeypatch: pytest.MonkeyPatch, *, anew: bool
     return found
 
 
+@pytest.mark.runs
 def test_a_preloaded_server_is_what_a_started_one_is(tmp_path, monkeypatch):
     started = serves_and_ends(tmp_path / "started", monkeypatch, anew=True)
     forked = serves_and_ends(tmp_path / "forked", monkeypatch, anew=False)

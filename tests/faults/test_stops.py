@@ -23,8 +23,8 @@ from jurybox.client import Error, Refused, connect
 from jurybox.protocol.errors import Code
 from jurybox.server.gateway.robots.msgpack_arrays import packb, unpackb
 from jurybox.server.security.access import make_pair
+from tests import preloaded
 
-pytestmark = pytest.mark.usefixtures("started_anew")
 LOCAL = "127.0.0.1:0"
 MOOD = 100_000.0  # the model computes a batch, of one row, for 0.1 s
 MODELS = {
@@ -201,13 +201,17 @@ def stop_in_the_middle(folder: Path, http2: str) -> None:
 
 
 @pytest.mark.parametrize("http2", [HTTP2[0], pytest.param("grpcio", marks=pytest.mark.runs)])
-def test_requests_that_wait_in_every_door_are_answered_before_the_server_ends(tmp_path, nothing_left, http2):
+def test_requests_that_wait_in_every_door_are_answered_before_the_server_ends(
+    tmp_path, nothing_left, monkeypatch, http2
+):
+    monkeypatch.setattr(preloaded, "wanted", False)  # once as a user starts it
     stop_in_the_middle(tmp_path, http2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_no_request_is_lost_in_fifty_stops(tmp_path, nothing_left):
+def test_no_request_is_lost_in_fifty_stops(tmp_path, nothing_left, monkeypatch):
+    monkeypatch.setattr(preloaded, "wanted", False)
     for number in range(50):
         stop_in_the_middle(tmp_path / str(number), ("nghttp2", "grpcio")[number % 5 == 4])
 

@@ -34,7 +34,7 @@ def context():
         yield context
 
 
-@pytest.mark.parametrize("examples", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_any_answer_on_the_control_transport(context, examples):
     control = Control(context, "inproc://nobody")
 
@@ -49,7 +49,7 @@ def test_any_answer_on_the_control_transport(context, examples):
     control.close()
 
 
-@pytest.mark.parametrize("examples", [200, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_any_answer_of_a_relay(context, examples):
     rows = RowsHere(SPEC, 4)
     connection = Connection(context, "inproc://nobody", None)

@@ -98,7 +98,9 @@ def test_each_script_is_short_and_has_a_run_and_a_place_in_the_docs() -> None:
         assert list(EXAMPLES.glob(f"**/{named}")), named
 
 
-@pytest.mark.parametrize("script", RUNS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.runs] * (each in OWN_PROCESSES)) for each in RUNS]
+)
 def test_each_script_runs_and_prints_its_result(script, place, request, monkeypatch, capsys) -> None:
     skip_unless_installed(script)
     arguments = list(RUNS[script][0])

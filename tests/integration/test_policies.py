@@ -94,7 +94,7 @@ def test_the_best_policy_is_the_one_that_was_scored(hockey_run):
 
 
 @pytest.mark.parametrize(
-    "kind", [".mp4", ".webm", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".gif", ".png"))]
+    "kind", [".mp4", *(pytest.param(kind, marks=pytest.mark.runs) for kind in (".webm", ".gif", ".png"))]
 )
 def test_episodes_are_played_and_filmed(command, tmp_path, hockey_run, kind):
     film = tmp_path / f"out{kind}"

@@ -72,6 +72,12 @@ def test_each_learner_has_its_own_pace_and_the_actor_waits_for_none_alone():
         assert not Rules(planned, shared.scoreboard, serial=True).may_collect()
 
 
+@pytest.fixture
+def still(monkeypatch):
+    """No time passes: on a busy machine a learner that the test moves on might seem to stand still."""
+    monkeypatch.setattr(turns.time, "monotonic", lambda: 100.0)
+
+
 @contextmanager
 def on_policy(agents, **changes):
     """Rules of a run of so many PPO learners, the words of these, and whether actors may go on at a time and steps."""
@@ -88,7 +94,7 @@ def on_policy(agents, **changes):
 
 
 @pytest.mark.parametrize(("agents", "free_at"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
-def test_actors_wait_while_more_than_half_of_the_learners_are_behind(agents, free_at):
+def test_actors_wait_while_more_than_half_of_the_learners_are_behind(still, agents, free_at):
     with on_policy(agents) as (learners, collects):
         assert collects(39), "a rollout that is learned from, and one ahead"
         for learner in learners[:free_at]:

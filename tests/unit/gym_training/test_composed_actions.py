@@ -154,7 +154,7 @@ def test_a_policy_is_trained_played_and_exported_in_the_environments_own_structu
 ) -> None:
     own = {"n_steps": 64, "batch_size": 64, "learning_rate": 0.01} if algorithm == "ppo" else {"learning_starts": 32}
     learns = (algorithm, space, masks) == ("ppo", "robot", False)
-    steps = 2048 if learns else 64
+    steps = 1280 if learns else 64
     settings = GymTraining(
         env=HERE + "Told", env_args={"space": space, "masks": masks}, algorithm=algorithm, steps=steps, hidden=(16,),
         evaluation_episodes=4, evaluate_every=0, action_masks=masks, **own,

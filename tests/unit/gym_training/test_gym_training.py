@@ -467,7 +467,10 @@ def test_schedules_are_metrics_and_go_on_where_a_resumed_run_goes_on(tmp_path, m
         assert any(name in row for row in read_metrics(tmp_path / "run" / "metrics.csv"))
 
 
-@pytest.mark.parametrize("algorithm", SMALL)
+SOME = [pytest.param(name, marks=[pytest.mark.runs] * (name not in ("ppo", "sac"))) for name in SMALL]
+
+
+@pytest.mark.parametrize("algorithm", SOME)
 def test_a_resumed_run_makes_the_steps_of_one_without_a_stop_and_depends_on_its_checkpoint_alone(
     tmp_path, algorithm
 ) -> None:
@@ -495,7 +498,7 @@ def test_pictures_and_numbers_together_are_learned_from(tmp_path, algorithm) -> 
     }
 
 
-@pytest.mark.parametrize("algorithm", SMALL)
+@pytest.mark.parametrize("algorithm", SOME)
 def test_the_unit_of_normalised_rewards_does_not_matter(tmp_path, algorithm) -> None:
     found = []
     for scale, normal in ((1.0, True), (1024.0, True), (1.0, False)):
@@ -529,7 +532,7 @@ def test_rewards_are_normalised_as_by_stable_baselines3(tmp_path, monkeypatch) -
     assert any(row.get("return_deviation", 0) > 0 for row in rows)
 
 
-@pytest.mark.parametrize("bits", [False, True])
+@pytest.mark.parametrize("bits", [pytest.param(False, marks=pytest.mark.runs), True])
 def test_several_choices_at_once_are_learned(tmp_path, bits) -> None:
     rates = {"hidden": (32,), "learning_rate": 0.01, "gamma": 0.0, "n_steps": 128, "batch_size": 64, "n_epochs": 10}
     s = settings("ppo", env="tests.unit.gym_training.gym_worlds:Levers", env_args={"bits": bits}, **rates)
