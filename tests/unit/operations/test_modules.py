@@ -63,7 +63,9 @@ def test_no_module_uses_a_private_name_of_another():
         own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
         own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         of_self = [
-            node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"self", "cls"}
+            node
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
         ]
         own |= {node.attr for node in of_self} | {node.value for node in nodes if isinstance(node, ast.Constant)}
         for node in set(nodes) - set(of_self):

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from tests.unit.vector.vector_environments import Counter, Nested
+from tests.unit.vector.vector_environments import Counter, Nested, Reuses, Says
 
 from jurybox.protocol.errors import Timeout
 from jurybox.training.vector import ProcessVectorEnv
@@ -266,28 +266,6 @@ def test_a_forked_child_is_refused_by_stable_baselines_workers_too() -> None:
         env.close()
 
 
-class Says(gymnasium.Env):
-    """Returns what it is told to, in its first step."""
-
-    observation_space = gymnasium.spaces.Dict(
-        {"a": gymnasium.spaces.Box(-1, 1, (2,)), "b": gymnasium.spaces.Box(0, 9, (), np.int8)}
-    )
-    action_space = gymnasium.spaces.Box(-1, 1, (2,))
-
-    def __init__(self, **said):
-        self.said = {"a": np.zeros(2), "b": 3, "reward": 1.0, "terminated": False, "place": (1, 2), **said}
-
-    def see(self, which=("a", "b")):
-        return {name: self.said[name] for name in which if self.said[name] is not KeyError}
-
-    def reset(self, *, seed=None, options=None):
-        return {"a": np.zeros(2, np.float32), "b": 0}, {}
-
-    def step(self, action):
-        said = self.said
-        return self.see(), said["reward"], said["terminated"], False, said.get("info", {"place": said["place"]})
-
-
 SAID = [
     ({"b": 300}, r"an observation\['b'\] holds 300: expected int8 of shape \(\)"),
     ({"b": 1.5}, r"\['b'\] holds 1.5"),
@@ -326,24 +304,6 @@ def test_actions_are_neither_broadcast_nor_cut_off() -> None:
                 counters.step(wrong)
         env.step(np.zeros((2, 2)))  # as float64: rounded, not refused
         counters.step(np.array([1.0, 2.0]).astype(np.int32))
-
-
-class Reuses(gymnasium.Env):
-    """Returns the same arrays at every step, as fast environments do."""
-
-    observation_space, action_space = gymnasium.spaces.Box(-9, 9, (1,)), gymnasium.spaces.Discrete(2)
-
-    def __init__(self):
-        self.seen, self.told = np.zeros(1, np.float32), np.zeros(1)
-
-    def reset(self, *, seed=None, options=None):
-        self.seen[:] = self.told[:] = -1
-        return self.seen, {"told": self.told}
-
-    def step(self, action):
-        self.seen += 3
-        self.told += 3
-        return self.seen, 0.0, True, False, {"told": self.told}
 
 
 def test_an_environment_that_reuses_its_arrays_ends_with_its_last_ones() -> None:

@@ -66,3 +66,43 @@ class Nested(gymnasium.Env):
 
     def step(self, action):
         return {"a": action["a"], "b": (action["b"], 2)}, 0.0, False, False, {}
+
+
+class Says(gymnasium.Env):
+    """Returns what it is told to, in its first step."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {"a": gymnasium.spaces.Box(-1, 1, (2,)), "b": gymnasium.spaces.Box(0, 9, (), np.int8)}
+    )
+    action_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+    def __init__(self, **said):
+        self.said = {"a": np.zeros(2), "b": 3, "reward": 1.0, "terminated": False, "place": (1, 2), **said}
+
+    def see(self, which=("a", "b")):
+        return {name: self.said[name] for name in which if self.said[name] is not KeyError}
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": np.zeros(2, np.float32), "b": 0}, {}
+
+    def step(self, action):
+        said = self.said
+        return self.see(), said["reward"], said["terminated"], False, said.get("info", {"place": said["place"]})
+
+
+class Reuses(gymnasium.Env):
+    """Returns the same arrays at every step, as fast environments do."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-9, 9, (1,)), gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.seen, self.told = np.zeros(1, np.float32), np.zeros(1)
+
+    def reset(self, *, seed=None, options=None):
+        self.seen[:] = self.told[:] = -1
+        return self.seen, {"told": self.told}
+
+    def step(self, action):
+        self.seen += 3
+        self.told += 3
+        return self.seen, 0.0, True, False, {"told": self.told}
