@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gymnasium.vector import VectorEnv
 from tests.unit.algorithms.acting import refined
+from tests.unit.studies.workflow.mortal_env import Mortal
 
 from jurybox.studies.workflow.cage import CageEnv, CageVectorEnv
 from jurybox.studies.workflow.cage.tables import INDEX, Blue, action
@@ -228,21 +226,6 @@ def test_a_new_network_has_no_doubts_of_the_one_before() -> None:
         patched.setattr(CageVectorEnv, "_observations", stirred)
         rollout, _ = play(env, Always(0), None, steps=10, weight=0.0)
     assert rollout.observation[5, :, 77].tolist() == [1, 1] and rollout.observation[7, :, 77].tolist() == [0, 1]
-
-
-class Mortal(CageEnv):
-    """Ends its process within its fifth step: the first time only, as `died` then exists."""
-
-    def __init__(self, died: Path) -> None:
-        super().__init__(episode_length=100)
-        self.died, self.steps = died, 0
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 5 and not self.died.exists():
-            self.died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
 
 
 def test_an_episode_survives_the_death_of_the_only_worker(tmp_path) -> None:

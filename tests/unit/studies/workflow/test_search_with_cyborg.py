@@ -18,7 +18,7 @@ from jurybox.studies.workflow.trainer import WorkflowTrainer
 from jurybox.training.trainings.progress import Watcher
 
 CYBORG = SETTINGS.changed(env="cyborg", workers=1, total_episodes=40, mixed_share=0.0)
-FEW = CYBORG.changed(envs=2, total_episodes=10, evaluation_episodes=2)
+FEW = CYBORG.changed(envs=2, total_episodes=10)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_a_resumed_search_plays_other_episodes_than_before(tmp_path, monkeypatch
         workflow_run.run(CYBORG, tmp_path, serial=True)
     monkeypatch.setattr(WorkflowTrainer, "advance", advance)
     workflow_run.run(CYBORG, tmp_path, resume=True, serial=True)
-    assert len(returns) > 100 and len(set(returns)) == len(returns)
+    assert len(returns) > 80 and len(set(returns)) == len(returns)
 
 
 def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, monkeypatch) -> None:
