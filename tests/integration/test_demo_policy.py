@@ -14,6 +14,7 @@ from tests.serving import wait_until
 COMMAND = [sys.executable, "-m", "jurybox.training.cli", "demo", "policy"]
 
 
+@pytest.mark.runs
 def test_it_plays_well_and_both_ways_give_the_same_action(tmp_path):
     done = subprocess.run([*COMMAND, "--end", "--out", tmp_path / "o"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

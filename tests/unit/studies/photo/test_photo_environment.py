@@ -261,6 +261,7 @@ def test_an_evaluation_without_seeds_is_refused(make):
         evaluate(make(), no_edits, [])
 
 
+@pytest.mark.runs
 def test_a_hill_climber_improves_every_held_out_photo_and_random_edits_do_not(make):
     environment = make(split="held_out", steps=60)
 

@@ -16,7 +16,7 @@ SMALL = PhotoTraining(
     environment=PhotoConfig(scorer="local", juror="tests.unit.studies.photo.cheap_juror:middle_grey", tilted=0.5),
     seed=3,
     steps=8,
-    imitation=320,
+    imitation=240,
     envs=2,
     damages=2,
     rollout=8,
