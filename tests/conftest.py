@@ -96,7 +96,6 @@ _LONGEST = (
     "tests/integration/test_pages.py",
     "tests/faults/test_start.py",
     "tests/faults/test_stops.py",
-    "tests/integration/gym_training/test_gym_run.py",
     "tests/integration/test_photo_training.py",
     "tests/integration/robots/test_robot_server.py",
     "tests/integration/security/test_gateway_attacks.py",
@@ -104,6 +103,11 @@ _LONGEST = (
     "tests/faults/test_bad_models.py",
     "tests/faults/test_failed_reloads.py",
     "tests/unit/studies/workflow/test_trainer.py",
+    "tests/faults/test_matrix_of_calls.py",
+    "tests/integration/test_ends.py",
+    "tests/unit/vector/test_process_env.py",
+    "tests/unit/studies/hockey/test_hockey_training.py",
+    "tests/unit/runtime/test_processes.py",
 )
 
 
