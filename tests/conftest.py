@@ -1,7 +1,9 @@
+import functools
 import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +70,34 @@ def stable_baselines_logs():
     """A folder for Stable-Baselines3's logs, which would otherwise leave one for each of its runs."""
     with tempfile.TemporaryDirectory(prefix="jurybox-sb3-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SB3_LOGDIR", folder)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_drawing_of_a_title():
+    """Hundreds of small trainings draw the same curves, which takes as long as they do: the first stays."""
+    if (charts := sys.modules.get("jurybox.training.report.charts")) is None:  # no test of this run is of a training
+        yield
+        return
+    anew, drawn = charts._drawing, {}
+
+    @functools.wraps(anew)
+    def drawing(draw, *place):
+        if place not in drawn:
+            drawn[place] = anew(draw, *place)
+        return drawn[place]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "_drawing", drawing)
+        yield
+
+
+@pytest.fixture(scope="module")
+def every_drawing():
+    """For tests of what drawings show."""
+    charts = sys.modules["jurybox.training.report.charts"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "_drawing", getattr(charts._drawing, "__wrapped__", charts._drawing))
         yield
 
 

@@ -19,6 +19,7 @@ from jurybox.training.report import charts
 from jurybox.training.report.verdict import compare, judge
 from jurybox.training.runtime.progress import RoleTimeline, Timeline
 
+pytestmark = pytest.mark.usefixtures("every_drawing")
 RNG = np.random.default_rng(5)
 STATUS = {
     "models": [

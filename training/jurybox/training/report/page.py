@@ -6,13 +6,14 @@ A report consists of the parts below; the template page.html contains all HTML a
 from __future__ import annotations
 
 import base64
+import functools
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from os import sched_getaffinity
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import cv2
 import numpy as np
@@ -22,6 +23,9 @@ from jurybox.protocol.wire import build_version
 from jurybox.training.report import charts
 from jurybox.training.runtime.plan import Outcome
 from jurybox.training.runtime.progress import Timeline
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _FOLDER = Path(__file__).parent
 
@@ -151,17 +155,22 @@ class Conclusion:
 
 def render(title: str, heading: str, sections: Iterable[Section | Conclusion | None]) -> str:
     """Render a document; sections that are None are omitted."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    return environment.get_template("page.html").render(
+    return _template().render(
         title=title,
         heading=heading,
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         sections=[section for section in sections if section is not None],
     )
+
+
+@functools.cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    return environment.get_template("page.html")
 
 
 def return_curve(rows: Sequence[Mapping[str, float]], heading: str, across: str, up: str) -> Section | None:
