@@ -84,7 +84,7 @@ def reachable(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])
+@pytest.fixture(params=["shm", "zmq", pytest.param("libzmq", marks=pytest.mark.runs), "tcp", "grpc"])
 def client(request, reachable, monkeypatch):
     """A connection over each transport; "libzmq" as where the native core is missing."""
     way = request.param.removeprefix("lib")

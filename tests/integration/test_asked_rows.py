@@ -32,7 +32,7 @@ def server(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(params=["shm", "zmq", "libzmq", "tcp", "grpc"])
+@pytest.fixture(params=["shm", "zmq", pytest.param("libzmq", marks=pytest.mark.runs), "tcp", "grpc"])
 def client(request, server, monkeypatch):
     way = request.param.removeprefix("lib")
     if way != request.param:

@@ -96,7 +96,7 @@ def test_the_error_says_why_it_cannot_measure(server, arguments, status, message
     assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("sent_signal", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent_signal", [pytest.param(signal.SIGINT, marks=pytest.mark.runs), signal.SIGKILL])
 def test_its_clients_end_with_it(server, sent_signal):
     started = subprocess.Popen(
         command_line(server, "affine", "--clients", "3", "--seconds", "300"), stdout=subprocess.DEVNULL

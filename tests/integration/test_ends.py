@@ -49,7 +49,7 @@ def running(tmp_path_factory, gate):
         )
 
 
-@pytest.fixture(params=["shm", "zmq", "tcp", "libzmq", "grpc"])
+@pytest.fixture(params=["shm", "zmq", "tcp", pytest.param("libzmq", marks=pytest.mark.runs), "grpc"])
 def connecting(request, running, monkeypatch):
     if request.param == "libzmq":  # as with keys
         monkeypatch.setattr(tcp_link, "can_dial", lambda _: False)

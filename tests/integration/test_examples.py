@@ -47,6 +47,7 @@ RUNS = {
     "rllib_opponent": (["--iterations", "1"], RETURN, 30),
 }
 OWN_PROCESSES = {"fleet", "learner_and_actors", "rllib_opponent"}  # whose output is not this process's
+LONG = OWN_PROCESSES | {"served_policy"}
 SERVERLESS = {"td3_shared_replay", "sb3_sac_replay", "learner_and_actors"}
 
 
@@ -98,9 +99,7 @@ def test_each_script_is_short_and_has_a_run_and_a_place_in_the_docs() -> None:
         assert list(EXAMPLES.glob(f"**/{named}")), named
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=[pytest.mark.runs] * (each in OWN_PROCESSES)) for each in RUNS]
-)
+@pytest.mark.parametrize("script", [pytest.param(each, marks=[pytest.mark.runs] * (each in LONG)) for each in RUNS])
 def test_each_script_runs_and_prints_its_result(script, place, request, monkeypatch, capsys) -> None:
     skip_unless_installed(script)
     arguments = list(RUNS[script][0])

@@ -119,7 +119,7 @@ with connect(sys.argv[1]) as client:
 """
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["ipc", *(pytest.param(kind, marks=pytest.mark.runs) for kind in ("grpc", "tcp"))])
 def test_a_model_does_not_outlive_its_killed_client_for_long_however_long_it_was_to_be_kept(server, kind):
     address = server.address if kind == "ipc" else f"{kind}://{server.listening(kind)}"
     if kind == "grpc" and not re.search(r"libnghttp2 \d", server.text()):  # or why it is missing

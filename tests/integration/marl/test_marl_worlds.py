@@ -49,7 +49,9 @@ def observations_of(folder, agent):
         replay.close()
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", pytest.param("iqn", marks=pytest.mark.runs), "ppo"])
+@pytest.mark.parametrize(
+    "algorithm", ["dqn", *(pytest.param(other, marks=pytest.mark.runs) for other in ("iqn", "ppo"))]
+)
 def test_agents_with_all_kinds_of_observations_learn_together(tmp_path, algorithm):
     base = PPO if algorithm == "ppo" else {**DQN, "algorithm": algorithm}
     kinds = {f"sees_{kind}": kind for kind in SPACES}

@@ -254,6 +254,7 @@ def test_compressed_bodies_end_at_their_end_mark(web):
     assert web.post(INFER, content=whole, headers={"Content-Encoding": "gzip"}).status_code == 200
 
 
+@pytest.mark.runs
 def test_many_large_bodies_at_once_do_not_fill_the_memory(server, web):
     """Decompressed they have 2 GiB. Those that do not fit get a status that clients retry."""
     size = 64 * MIB - 4096

@@ -403,6 +403,7 @@ def test_past_selves_that_have_left_leave_no_files_and_no_memory(tmp_path: Path)
     assert names[-2:] == state["league"]["pool"] == list(state["past"])
 
 
+@pytest.mark.runs
 def test_a_resumed_run_has_the_past_selves_of_its_checkpoint_and_no_others(tmp_path: Path) -> None:
     s = {"snapshot_every": 2, "train_freq": 2}
     run(plan(settings(**s, steps=2000), tmp_path), tmp_path, Nothing(), serial=True)

@@ -424,6 +424,7 @@ def test_a_run_that_ends_during_its_last_save_has_its_best_policy_when_it_is_res
     assert best_of(tmp_path) == json.loads((tmp_path / "summary.json").read_text())["return_mean"]
 
 
+@pytest.mark.runs
 def test_a_finished_run_goes_on_with_a_larger_budget(tmp_path) -> None:
     fewer = SETTINGS.changed(total_episodes=80)
     workflow_run.run(fewer, tmp_path)
