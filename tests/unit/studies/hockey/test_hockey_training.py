@@ -84,8 +84,9 @@ def test_the_learner_waits_until_rows_of_many_games_can_be_sampled(tmp_path: Pat
     assert outcome.learner_steps == outcome.env_steps // 10 - 32 // 10
 
 
-def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path) -> None:
+def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path, monkeypatch) -> None:
     before = set(os.listdir(directory()))
+    monkeypatch.setattr(hockey_report, "_FILM_EVERY", 25)  # a picture of each half a second
     s = settings(steps=1300, evaluate_every=1000, matrix_games=1, film_games=1)
     outcome = train(s, tmp_path, serial=True)
     assert set(os.listdir(directory())) == before
