@@ -38,6 +38,7 @@ def weights(folder, learner):
     return state["updates"], state["learner"]["acting"]
 
 
+@pytest.mark.runs
 def test_a_resumed_serial_training_learns_from_each_rollout_and_depends_on_its_checkpoint_alone(tmp_path):
     def settings(name, steps):
         return MarlTraining(**{**PPO, "steps": steps}, log_dir=tmp_path / name, share=["agent_0", "agent_1"])

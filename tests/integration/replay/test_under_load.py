@@ -77,7 +77,10 @@ def count_mixed_under_load(start: Start, fields, capacity: int, rows: int, *, ve
         return bad
 
 
-@pytest.mark.parametrize(("fields", "capacity"), [(SMALL, 64), (LARGE, 16)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("fields", "capacity"),
+    [pytest.param(SMALL, 64, id="small"), pytest.param(LARGE, 16, id="large", marks=pytest.mark.runs)],
+)
 def test_no_row_is_mixed_under_four_writers(start, fields, capacity: int) -> None:
     assert count_mixed_under_load(start, fields, capacity, 50_000 if fields is SMALL else 10_000) == 0
 

@@ -33,6 +33,7 @@ def weights(made) -> list[torch.Tensor]:
     return [value.clone() for value in (*made.acting.parameters(), *made.critics.parameters())]
 
 
+@pytest.mark.runs
 def test_it_finds_the_best_action_of_a_one_step_task() -> None:
     """The reward is highest where the action is tanh of a known function of the observation."""
     made = td3(2, 1, seed=1, pre_tanh_penalty=0.001)

@@ -147,7 +147,12 @@ def test_what_cannot_be_chosen_is_a_sentence() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "space", "masks"),
-    [("ppo", "robot", False), ("ppo", "robot", True), ("ppo", "choices", False), ("sac", "numbers", False)],
+    [
+        pytest.param("ppo", "robot", False, marks=pytest.mark.runs),
+        ("ppo", "robot", True),
+        ("ppo", "choices", False),
+        ("sac", "numbers", False),
+    ],
 )
 def test_a_policy_is_trained_played_and_exported_in_the_environments_own_structure(
     tmp_path, algorithm, space, masks

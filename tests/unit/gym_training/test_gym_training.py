@@ -388,7 +388,7 @@ def test_rows_of_several_environments_are_in_columns_in_any_write_order() -> Non
     assert rollout(lost, Values()).observation.shape == (3, 1, 1)
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "td3"])
+@pytest.mark.parametrize("algorithm", ["dqn", pytest.param("td3", marks=pytest.mark.runs)])
 def test_an_episode_that_was_cut_is_bootstrapped_and_one_that_ended_is_not(tmp_path, algorithm) -> None:
     from jurybox.training.replay import Replay, Windows
 

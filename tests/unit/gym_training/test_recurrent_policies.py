@@ -113,6 +113,7 @@ def test_a_step_that_would_be_remembered_in_the_next_episode_is_refused(tmp_path
         train(settings(steps=96, **world), tmp_path / "run", serial=True)
 
 
+@pytest.mark.runs
 def test_it_learns_what_only_the_first_observation_shows(tmp_path) -> None:
     changes = {"n_steps": 64, "envs": 4, "batch_size": 64, "n_epochs": 4, "learning_rate": 1e-2, "gamma": 0.9}
     returns = {}

@@ -106,11 +106,12 @@ def test_so_does_a_photo_training(tmp_path):
 
 
 def test_so_does_a_search(tmp_path):
-    begun(tmp_path, WORKFLOW)
+    few = WORKFLOW.changed(total_episodes=40, mixed_share=0.0)
+    begun(tmp_path, few)
     said = Said()
-    workflow_run.run(WORKFLOW, tmp_path, said, resume=True)
+    workflow_run.run(few, tmp_path, said, resume=True)
     assert any("it begins anew" in line for line in said.lines)
-    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 160
+    assert json.loads((tmp_path / "summary.json").read_text())["episodes"] == 40
 
 
 def test_so_does_a_hockey_training_and_its_past_selves_are_no_others(tmp_path, capsys):
@@ -206,6 +207,7 @@ def test_a_demo_removes_the_files_of_a_demo_only(tmp_path, monkeypatch):
     assert (tmp_path / "training" / "metrics.csv").exists()
 
 
+@pytest.mark.runs
 def test_a_demos_folder_stays_a_demos_until_a_training_goes_on_with_it(tmp_path):
     def train(**options):
         photo_run._work(PHOTO, Run(tmp_path, None, serial=True, **options))

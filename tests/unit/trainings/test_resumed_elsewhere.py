@@ -41,7 +41,7 @@ def actors(folder):
     return [counts[0] for name, (_, counts) in roles.items() if name.startswith("actor")]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), pytest.param(4, 2, marks=pytest.mark.runs)])
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
 def test_gym(tmp_path, algorithm, before, after) -> None:
     small = gym_settings(algorithm, envs=4, evaluate_every=0)
@@ -64,7 +64,7 @@ def test_marl(tmp_path) -> None:
     assert outcome.env_steps == 120 and actors(folder) == [60, 60] and outcome.learner_steps == 2 * 6
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), pytest.param(2, 1, marks=pytest.mark.runs)])
 def test_hockey(tmp_path, before, after) -> None:
     few = {"envs": 8, "steps": 640, "evaluation_games": 1, "matrix_games": 0, "film_games": 0}
     train_hockey(hockey_settings(**few, workers=before), tmp_path / "run", serial=True)
@@ -75,7 +75,7 @@ def test_hockey(tmp_path, before, after) -> None:
     assert max(actors(folder)) - min(actors(folder)) <= 8
 
 
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize("envs", [1, pytest.param(3, marks=pytest.mark.runs)])
 def test_photo(tmp_path, envs) -> None:
     with RunLog(tmp_path / "run", columns(PHOTO.config)) as log:
         train_photo(PHOTO, log, serial=True)

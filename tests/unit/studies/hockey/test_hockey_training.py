@@ -55,6 +55,7 @@ def same(one, two, where=""):
         assert one == two, where
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("prioritized", "anchor_size"),
     [*(pytest.param(prioritized, 0, marks=pytest.mark.slow) for prioritized in (False, True)), (True, 700)],

@@ -55,6 +55,7 @@ def test_a_resumed_search_plays_other_episodes_than_before(tmp_path, monkeypatch
     assert len(returns) > 80 and len(set(returns)) == len(returns)
 
 
+@pytest.mark.runs
 def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, monkeypatch) -> None:
     made, make_all = [], environments.make
 
@@ -80,6 +81,7 @@ def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, 
     assert restarts() == 1
 
 
+@pytest.mark.runs
 def test_a_search_goes_on_in_a_moved_folder_with_another_number_of_workers(tmp_path, monkeypatch) -> None:
     workflow_run.run(FEW, tmp_path / "run", serial=True)
     folder = (tmp_path / "run").rename(tmp_path / "moved")

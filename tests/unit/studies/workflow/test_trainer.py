@@ -245,7 +245,7 @@ def flat(learner) -> torch.Tensor:
 
 
 def test_a_score_makes_up_for_missing_obedience() -> None:
-    it = trainer(gate=1.0, shortfall_cost=50.0, episode_length=60)
+    it = trainer(gate=1.0, shortfall_cost=50.0, episode_length=60, reference_share=0.0, mixed_share=0.0)
     while not it.tried:
         it.advance()
     first = it.tried[0]
