@@ -25,7 +25,7 @@ def impatient(monkeypatch):
 
 def test_a_server_that_ends_before_the_connection_is_open_is_gone(context, impatient):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and sends nothing
-        connection = Connection(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", None)
+        connection = Connection.over_libzmq(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", None)
         assert connection.server_lives(), "it may still come"
         wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
         connection.close()
@@ -33,8 +33,9 @@ def test_a_server_that_ends_before_the_connection_is_open_is_gone(context, impat
 
 def test_an_idle_connection_stays_open(context, impatient):
     router = context.socket(zmq.ROUTER)
-    connection = Connection(context, "tcp://127.0.0.1:{}".format(router.bind_to_random_port("tcp://127.0.0.1")), None)
-    connection.socket.send(b"hello")
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    connection = Connection.over_libzmq(context, f"tcp://127.0.0.1:{port}", None)
+    connection.link.send(1, (b"hello",))
     assert router.poll(20_000), "it stands now"
     wait_until(connection.server_lives, 20, "its handshake is noticed")
     time.sleep(0.5)
