@@ -84,9 +84,7 @@ class TcpTransport(Transport):
             return  # the lane's next check finds that the connection was replaced
         self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
         link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
-        if (watching := self._watching) is not None and watching.on and isinstance(link, ZmqSocket):
-            # Sending clears the edge-triggered signal of zmq.FD, which may have announced an answer.
-            watching.tell()
+        self._sent_by(link)
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
         until = time.monotonic() + timeout
@@ -95,6 +93,7 @@ class TcpTransport(Transport):
         self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
         frames = _frames(self._lease, self._rows, ticket)
         message = link.exchange(ticket.sequence, frames, max(0.0, until - time.monotonic()))
+        self._sent_by(link)
         if message is None:
             return None
         if (answer := self._read(message)) is not None:
@@ -102,8 +101,14 @@ class TcpTransport(Transport):
         return answer
 
     def caller(self, place: RowPlace) -> _TcpCaller | None:
-        """See Transport.caller. None for rows of variable size, which need more than their bytes."""
-        if place.input is None or place.extents is not None or place.outputs is None or place.rows != 1:
+        """See Transport.caller. None over libzmq, and for rows of variable size, which need more than their bytes."""
+        if (
+            isinstance(self._connection.link, ZmqSocket)
+            or place.input is None
+            or place.extents is not None
+            or place.outputs is None
+            or place.rows != 1
+        ):
             return None
         return _TcpCaller(self._connection, self._rows, self._lease, place, self._in_flight)
 
@@ -194,6 +199,11 @@ class TcpTransport(Transport):
             for sequence in list(self._in_flight):
                 if (place := self._in_flight.get(sequence)) is not None and place.incarnation != ticket.incarnation:
                     self._in_flight.pop(sequence, None)
+
+    def _sent_by(self, link: Zmtp | ZmqSocket) -> None:
+        """Look for answers in the event loop: sending cleared the edge-triggered signal of zmq.FD, maybe of one."""
+        if (watching := self._watching) is not None and watching.on and isinstance(link, ZmqSocket):
+            watching.tell()
 
     def _ready_for(self, ticket: InFlight) -> Zmtp | ZmqSocket | None:
         """Return the link if the ticket belongs to the current connection, else None."""

@@ -161,7 +161,6 @@ class ZmqSocket:
                 break
             self.was_ready = self.was_ready or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event == zmq.EVENT_DISCONNECTED:  # libzmq would connect again, but the tickets in flight are lost
-                self._take_in()
                 self.close()
         return bool(self._arrived)
 
