@@ -13,13 +13,13 @@ from tests.moments import Moment, each_moment
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, ServerGone, Timeout, connect, control, link, local_link
-from jurybox.client.remote import grpc_channel, grpc_link, grpc_stream, tcp, tcp_link, weights, zmq_socket
+from jurybox.client.remote import grpc_channel, grpc_link, grpc_stream, tcp, tcp_link, weights
 from jurybox.protocol import locks
 from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.weights import publisher as publishers
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
-REMOTE = (tcp, tcp_link, grpc_channel, grpc_link, grpc_stream, weights, zmq_socket)
+REMOTE = (tcp, tcp_link, grpc_channel, grpc_link, grpc_stream, weights)
 CONTROL = tuple(module.__file__ for module in (control, link, local_link, locks, *REMOTE))
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},

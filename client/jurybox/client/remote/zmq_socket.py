@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -138,14 +139,15 @@ class ZmqSocket:
 
     def settled(self, number: int) -> None:
         """Drop an answer; it may be dropped already."""
-        for arrived in [arrived for arrived in self._arrived if arrived[0] == number]:
-            if arrived in self._arrived:  # a nested call may have dropped it
-                self._arrived.remove(arrived)
+        # In this order: after an interrupt in between the answer is still here, so that its ticket is not waited for.
         self._asked.pop(number, None)
+        for arrived in [arrived for arrived in self._arrived if arrived[0] == number]:
+            with contextlib.suppress(ValueError):  # a nested call has dropped it
+                self._arrived.remove(arrived)
 
     def holds(self, number: int) -> bool:
         """Return whether a message was sent and its answer is not settled."""
-        return number in self._asked and (not self.broken or any(number == arrived for arrived, _ in self._arrived))
+        return (number in self._asked and not self.broken) or any(number == arrived for arrived, _ in self._arrived)
 
     def look(self) -> bool:
         """Notice the end of the handshake or of the connection; return whether there are answers."""
