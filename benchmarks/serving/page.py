@@ -20,6 +20,15 @@ from benchmarks.serving.results import Results
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 PARTS = ("crossover", "measured")
+MEASURED = (
+    "client/jurybox/client",
+    "protos/jurybox/protocol",
+    "server/jurybox/server/engine",
+    "server/jurybox/server/relay",
+    "server/jurybox/server/frontend",
+    "native/serving",
+)
+"""What a request passes through."""
 
 
 def cited(results: Results) -> str:
@@ -31,6 +40,27 @@ def cited(results: Results) -> str:
         f"{machine['kernel']}, Python {machine['python']}, commit {about['commit']}{took}: `{about['command']}`. "
         f"Medians of {about['rounds']} interleaved windows of {about['window_s']:g} s, every answer checked."
     )
+
+
+def newer(commit: str) -> float | None:
+    """The share of the lines a request passes through that came after a commit; None: git here does not know it."""
+    lines = ["git", "grep", "-c", "", "--", *MEASURED]
+    counted = subprocess.run(lines, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "diff", "--numstat", commit, "--", *MEASURED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if found.returncode or counted.returncode:
+        return None
+    added = sum(int(line.split()[0]) for line in found.stdout.splitlines() if line[0].isdigit())
+    return added / sum(int(line.rsplit(":", 1)[1]) for line in counted.stdout.splitlines())
+
+
+def age(results: Results) -> str:
+    """How much newer the code is, in tens of percent, so that it is not written anew with every change."""
+    share = newer(results.about["commit"])
+    if share is None:
+        return ""
+    return f" Since then some {round(share, 1):.0%} of the lines a request passes through are new."
 
 
 def versions(results: Results) -> str:
@@ -56,10 +86,11 @@ def part(name: str, files: Sequence[Path]) -> str:
         drawn = file.with_suffix(".svg")
         if name == "crossover":
             lines += [*crossover.answer(results), "", _picture(drawn, "a server over own copies, by width"), ""]
-            lines += [*crossover.rates(results), cited(results), _all(file, "CPU and memory, too"), ""]
+            lines += [*crossover.rates(results), cited(results) + age(results), _all(file, "CPU and memory, too"), ""]
         else:
             lines += [_picture(drawn, "throughput and p99 over clients"), "", *report.rates(results, "vector")]
-            lines += [report.goals_in_short(results), "", *report.missing(results, "###"), cited(results)]
+            lines += [report.goals_in_short(results), "", *report.missing(results, "###")]
+            lines += [cited(results) + age(results)]
             lines += [_all(file, "latencies, CPU, 64 rows a request, images, goals, versions"), ""]
     return "\n".join([*lines, f"<!-- end of {name} -->"])
 

@@ -39,11 +39,44 @@ def run(titles: dict[str, str]) -> Results:
 
 
 @pytest.mark.parametrize("name", page.PARTS)
-def test_the_page_equals_its_json(name):
+def test_the_page_equals_its_json(name, monkeypatch):
     text = page.PAGE.read_text()
-    assert page.rewritten(text, name, page.sources(name, text)) == text, (
-        "write it anew: python -m benchmarks.serving.page"
-    )
+    files = page.sources(name, text)
+    if any(page.age(Results.read(file)) == "" for file in files):  # no history here
+        part = text[text.index(f"<!-- {name}: ") : text.index(f"<!-- end of {name} -->")]
+        said = re.search(r" Since then some \d+% of the lines a request passes through are new\.", part)
+        monkeypatch.setattr(page, "age", lambda results: said[0] if said else "")
+    assert page.rewritten(text, name, files) == text, "write it anew: python -m benchmarks.serving.page"
+
+
+@pytest.mark.parametrize("name", page.PARTS)
+def test_the_figures_are_of_the_code_a_request_passes_through(name):
+    for file in page.sources(name, page.PAGE.read_text()):
+        commit = Results.read(file).about["commit"]
+        share = page.newer(commit)
+        if share is None:
+            pytest.skip(f"git knows no commit {commit} here")
+        assert share < 0.4, f"{share:.0%} of the lines are newer than {commit}, which {file.name} measured: make bench"
+
+
+@needs_git
+def test_what_is_newer_is_counted_in_lines_and_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    for name in page.MEASURED:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.py").write_text("1\n" * 10)
+    (tmp_path / "docs.md").write_text("1\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert page.newer("HEAD") == 0.0
+    (tmp_path / "native/serving/a.py").write_text("1\n" * 10 + "2\n" * 20)
+    (tmp_path / "docs.md").write_text("2\n" * 50)
+    assert page.newer("HEAD") == 0.25
+    results = run({})
+    assert page.age(results) == "", "no commit abc1234"
+    results.about["commit"] = "HEAD"
+    assert page.age(results).endswith("some 20% of the lines a request passes through are new.")
 
 
 def words(text: str) -> int:
