@@ -11,8 +11,10 @@ Each run is a process of its own with one thread on one core. It is evaluated te
 exploration; the results are the last evaluation, and the mean of all ten (how soon it learned). Results go to
 results/learning.csv, the tables to results/learning.md. With --rates the sides take turns, and what is told is env
 steps a second, and seconds until an evaluation reached the task's score, both without the evaluations' own time: of the
-processor, so that other load changes them little, compilers included; and the rate of the later half, when all is
-compiled. They go to results/rates.csv and rates.md. `--steps` makes these runs shorter, and then no score is told.
+processor, so that other load changes them little, compilers included, and of the wall; and the rate of the later half,
+when all is compiled. They go to results/rates.csv and rates.md. `--steps` makes these runs shorter, and then no score
+is told. The sides `processes` and `served` are a worker, a learner and an evaluator, of the latter with a server for
+the policy, on all cores: of these the wall's time is told, their start and their evaluations in it.
 
 A side of another library runs in its own Python, which `--python` names: it needs the library, and no package of ours.
 """
@@ -41,13 +43,20 @@ from benchmarks.learning.tasks import CURVES, EPISODES, EVALUATIONS, TASKS, Cloc
 _RESULTS = Path(__file__).parent / "results"
 _RUNS, _RATES = _RESULTS / "learning.csv", _RESULTS / "rates.csv"
 _RATES_EPISODES = 5  # of each evaluation there
+_CLOCKS = ("CPU", "wall")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_COMPILE = {"jurybox": "never", "compiled": "always"}  # our own sides, and their setting `compile`
-_SIDES = (*_COMPILE, *LIBRARIES)
+_OURS: dict[str, dict[str, Any]] = {
+    "jurybox": {},
+    "compiled": {"compile": "always"},
+    "processes": {"workers": 1},
+    "served": {"workers": 1, "policy": "served"},
+}
+"""Our own sides, and their settings: those with workers are processes, the others are serial."""
+_SIDES = (*_OURS, *LIBRARIES)
 
 
-def ours(task: Task, seed: int, compile: str, episodes: int) -> dict[str, Any]:
-    """A training with such a setting `compile`; returns what `Clock.told` does."""
+def ours(task: Task, seed: int, side: str, episodes: int) -> dict[str, Any]:
+    """A training of one of our sides; returns what `Clock.told` does."""
     import jurybox.training.roles.learner  # noqa: F401 (imports are no training, on any side)
     from jurybox.training.roles.evaluation import EnvEvaluator
     from jurybox.training.trainings.gym import GymTraining, train
@@ -60,13 +69,15 @@ def ours(task: Task, seed: int, compile: str, episodes: int) -> dict[str, Any]:
             "steps": task.steps,
             "envs": task.envs,
             "seed": seed,
-            "compile": compile,
             "evaluate_every": task.steps // EVALUATIONS,
             "evaluation_episodes": episodes,
+            **_OURS[side],
             **task.settings,
             **noise,
         }
     )
+    if "workers" in _OURS[side]:
+        return _in_processes(settings)
     evaluate = EnvEvaluator.evaluate
 
     def timed(evaluator: EnvEvaluator) -> Mapping[str, float]:
@@ -85,10 +96,33 @@ def ours(task: Task, seed: int, compile: str, episodes: int) -> dict[str, Any]:
     return clock.told(task.steps)
 
 
+def _in_processes(settings: Any) -> dict[str, Any]:
+    """The same of processes, whose processor time is not told: evaluations are played beside the training."""
+    from jurybox.training.trainings.gym import train
+
+    clock, reached = Clock(), [(0, 0.0)]
+
+    class Watch:
+        def scalars(self, step: int, values: Mapping[str, float]) -> None:
+            if "eval_return" in values:
+                clock.at.append(clock.seconds)
+                clock.evaluations.append(values["eval_return"])
+            else:
+                reached.append((step, clock.seconds[1]))
+
+        def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None: ...
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(settings, Path(folder) / "run", trackers=lambda: (Watch(),))
+    half = float(np.interp(settings.steps / 2, *zip(*reached, strict=True)))
+    told = clock.told(settings.steps)
+    return {**told, "at": [(None, wall) for _, wall in told["at"]], "halves": [(None, half), (None, reached[-1][1])]}
+
+
 def one(name: str, side: str, seed: int, core: int, episodes: int, steps: int) -> None:
     """A run of our own, in this process; prints what `Clock.told` returns."""
     os.sched_setaffinity(0, {core})
-    found = ours(TASKS[name].short(steps), seed, _COMPILE[side], episodes)
+    found = ours(TASKS[name].short(steps), seed, side, episodes)
     print(json.dumps({**found, "versions": {"torch": metadata.version("torch")}}))
 
 
@@ -101,7 +135,7 @@ def said(
         RuntimeError: it failed.
     """
     python, numbers = pythons.get(side, sys.executable), [str(seed), str(core), str(episodes), str(steps)]
-    if side in _COMPILE:
+    if side in _OURS:
         command = [python, "-m", "benchmarks.learning", "--one", name, side, *numbers]
     else:
         command = [python, "-m", "benchmarks.learning.others", side, name, *numbers]
@@ -145,50 +179,48 @@ def rates(names: Sequence[str], sides: Sequence[str], seeds: range, pythons: Map
                 found = said(name, side, seed, core, pythons, _RATES_EPISODES, steps)
                 score = TASKS[name].short(steps).score
                 pairs = zip(found["at"], found["evaluations"], strict=True)
-                reached = [at[0] for at, value in pairs if score is not None and value >= score]
-                cpu, half = found["at"][-1][0], found["at"][-1][0] - found["at"][EVALUATIONS // 2 - 1][0]
-                row = {
-                    "task": name,
-                    "side": side,
-                    "seed": seed,
-                    "steps": found["steps"],
-                    "cpu_seconds": f"{cpu:.2f}",
-                    "later_half": f"{half:.2f}",
-                    "wall_seconds": f"{found['at'][-1][1]:.2f}",
-                    "to_score": f"{reached[0]:.2f}" if reached else "",
-                    "versions": " ".join(f"{package} {version}" for package, version in found["versions"].items()),
-                }
+                reached = [at for at, value in pairs if score is not None and value >= score]
+                half, whole = found["halves"]
+                row = {"task": name, "side": side, "seed": seed, "steps": found["steps"]}
+                for number, clock in enumerate(_CLOCKS):
+                    told = whole[number] is not None
+                    row[f"{clock}_seconds"] = f"{whole[number]:.2f}" if told else ""
+                    row[f"{clock}_later_half"] = f"{whole[number] - half[number]:.2f}" if told else ""
+                    row[f"{clock}_to_score"] = f"{reached[0][number]:.2f}" if told and reached else ""
+                row["versions"] = " ".join(f"{package} {version}" for package, version in found["versions"].items())
                 keep(_RATES, row)
-                print(f"{name} {side} seed {seed}: {found['steps'] / cpu:,.0f} steps a second", flush=True)
+                print(f"{name} {side} seed {seed}: {found['steps'] / whole[1]:,.0f} steps a second", flush=True)
 
 
 def rates_table() -> str:
-    """Env steps a second and seconds to the score of every side, and the rates over Stable-Baselines3's."""
+    """Env steps a second and seconds to the score of every side, by both clocks, with the rates over SB3's."""
     rows = known(_RATES)
-    lines = [
-        "| task | env steps | side | runs | env steps / s | later half | of SB3's | later half | s to the score |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    kinds = sorted({(row["task"], int(row["steps"])) for row in rows})
-    for name, steps in kinds:
+    clocks = "env steps / {0} s (of SB3's) | later half | {0} s to the score"
+    lines = [f"| task | env steps | side | runs | {' | '.join(clocks.format(clock) for clock in _CLOCKS)} |"]
+    lines.append("|---" * 10 + "|")
+    for name, steps in sorted({(row["task"], int(row["steps"])) for row in rows}):
         of = {side: [row for row in rows if _is(row, name, side) and int(row["steps"]) == steps] for side in _SIDES}
-        spent = {
-            side: [float(np.median([float(row[what]) for row in found])) for what in ("cpu_seconds", "later_half")]
-            for side, found in of.items()
-            if found
-        }
-        for side, (whole, half) in spent.items():
-            cells = [name, f"{steps:,}", side, str(len(of[side])), f"{steps / whole:,.0f}", f"{steps / 2 / half:,.0f}"]
-            other = spent.get("sb3")
-            cells += ["", ""] if other is None else [f"{other[0] / whole:.2f}", f"{other[1] / half:.2f}"]
-            reached = [float(row["to_score"]) for row in of[side] if row["to_score"]]
-            soon = f"{np.median(reached):.1f}" if reached else "-"
-            if 0 < len(reached) < len(of[side]):
-                soon += f" ({len(reached)} of {len(of[side])} reached it)"
-            lines.append("| " + " | ".join([*cells, soon]) + " |")
+        for side, found in of.items():
+            if not found:
+                continue
+            cells = [name, f"{steps:,}", side, str(len(found))]
+            for clock in _CLOCKS:
+                for what, made in (("seconds", steps), ("later_half", steps / 2)):
+                    spent, theirs = (_median(each, f"{clock}_{what}") for each in (found, of["sb3"]))
+                    over = f" ({theirs / spent:.2f})" if spent and theirs else ""
+                    cells.append(f"{made / spent:,.0f}{over}" if spent else "")
+                reached = sum(1 for row in found if row[f"{clock}_to_score"])
+                cells.append(f"{_median(found, f'{clock}_to_score'):.1f}" if reached else "-" if cells[-1] else "")
+                if 0 < reached < len(found):
+                    cells[-1] += f" ({reached} of {len(found)} reached it)"
+            lines.append("| " + " | ".join(cells) + " |")
     versions = sorted({row["versions"] for row in rows})
-    lines += ["", f"{date.today()}; {', '.join(versions)}. Seconds are the processor's, of one core; medians."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"{date.today()}; {'; '.join(versions)}. Medians."])
+
+
+def _median(rows: Sequence[Mapping[str, str]], what: str) -> float | None:
+    found = [float(row[what]) for row in rows if row[what]]
+    return float(np.median(found)) if found else None
 
 
 def _is(row: Mapping[str, str], name: str, side: str) -> bool:

@@ -2,6 +2,7 @@
 
 It needs no package of ours. Libraries with Stable-Baselines3's interface are here: itself, and SBX (the same algorithms
 in JAX). A new one is a module that has their classes, in `LIBRARIES`. A recurrent task needs sb3-contrib besides.
+CleanRL's scripts are in `cleanrl`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
+from benchmarks.learning import cleanrl
 from benchmarks.learning.tasks import EVALUATIONS, TASKS, Clock, Task, evaluation_seeds
 
-LIBRARIES = {"sb3": "stable_baselines3", "sbx": "sbx"}  # the modules of their classes, by side
+LIBRARIES = {"sb3": "stable_baselines3", "sbx": "sbx", "cleanrl": "cleanrl"}  # their modules, by side
 _PACKAGES = {"sb3": ("stable_baselines3", "torch"), "sbx": ("sbx-rl", "jax")}
 
 
@@ -91,4 +93,5 @@ if __name__ == "__main__":
     side, name, *numbers = sys.argv[1:]
     seed, core, episodes, steps = map(int, numbers)
     os.sched_setaffinity(0, {core})  # JAX has as many threads as there are cores
-    print(json.dumps(run(side, TASKS[name].short(steps), seed, episodes)))
+    train = cleanrl.run if side == "cleanrl" else partial(run, side)
+    print(json.dumps(train(TASKS[name].short(steps), seed, episodes)))

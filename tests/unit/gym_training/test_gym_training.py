@@ -20,6 +20,7 @@ from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.algorithms.schedules import at
 from jurybox.training.algorithms.statistics import Normaliser
 from jurybox.training.checkpoints import Checkpoints, read_state
+from jurybox.training.roles import learner as learners
 from jurybox.training.roles.learner import BatchOnDevice, OffPolicyLearner, OnPolicyLearner, rollout
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import ConfigError
@@ -70,6 +71,33 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
         fields = algorithm_named(name).Settings.model_fields
         for each in fields.keys() - ours_alone - policy:
             assert fields[each].default == made[each].default, (name, each)
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "pictures", "compiler", "compiles", "warns"),
+    [
+        ({}, 10_010, False, True, True, False),
+        ({}, 10_009, False, True, False, False),
+        ({}, 10_010, True, True, False, False),
+        ({}, 10_010, False, False, False, False),
+        ({"compile": "always"}, 100, False, True, True, False),
+        ({"compile": "always"}, 100, False, False, False, True),
+        ({"compile": "never"}, 10_010, False, True, False, False),
+    ],
+)
+def test_updates_are_compiled_by_default_where_that_saves_time(
+    monkeypatch, caplog, asked, steps, pictures, compiler, compiles, warns
+) -> None:
+    monkeypatch.setattr(learners, "compiler_missing", lambda: None if compiler else "no compiler here")
+    of = settings("dqn", steps=steps, train_freq=1, **asked)
+    made = OffPolicyLearner.__new__(OffPolicyLearner)
+    planned = plan(of)
+    made.context = SimpleNamespace(
+        plan=planned, number=next(n for n, each in enumerate(planned.roles) if each.publishes)
+    )
+    made.algorithm = algorithm("dqn", spec_of(4, ((1, 8, 8),) if pictures else (), False, True, 2))
+    assert made._compiles(of.compile, "cpu") is compiles
+    assert [each.levelname for each in caplog.records] == ["WARNING"] * warns
 
 
 @pytest.mark.parametrize(

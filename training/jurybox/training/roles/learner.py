@@ -44,7 +44,7 @@ from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY
 _log = logging.getLogger("jurybox.learner")
 
 _MOST_DEVIATIONS = 10.0  # of a normalised reward
-_WORTH_COMPILING = 5000  # optimiser steps that save the time of compiling them, some ten seconds
+_WORTH_COMPILING = 10_000  # optimiser steps that save the time of compiling them, some twelve seconds of a core
 _REPORT_EVERY = 10  # learner steps between two reports of the losses, since reading a tensor's value takes time
 _UPDATE_EVERY = 50  # learner steps between two updates of the normaliser
 _SAMPLE_ROWS, _FIRST_SAMPLE_ROWS = 256, 8192  # rows that it sees at an update
@@ -131,7 +131,8 @@ class AlgorithmLearner(Learner):
         if device != "cpu" or made.spec.pictures or made.remembers:
             return False
         if missing := compiler_missing():
-            _log.warning("the learner runs without compiling, at some half to a quarter of the speed: %s", missing)
+            level = logging.WARNING if when == "always" else logging.INFO
+            _log.log(level, "the learner runs without compiling, at some half to a quarter of the speed: %s", missing)
         return missing is None
 
     @property

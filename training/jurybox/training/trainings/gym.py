@@ -125,9 +125,9 @@ class GymTraining(EnvironmentSettings):
     envs: int = Field(1, ge=1, description="Number of environments, over all workers.")
     device: str = Field("cpu", description="Device of the learner.")
     compile: Literal["auto", "always", "never"] = Field(
-        "never",
-        description="Compile the learner's updates to C++, on the CPU and without pictures; auto: in runs of 5,000 "
-        "optimiser steps or more.",
+        "auto",
+        description="Compile the learner's updates to C++, on the CPU and without pictures; auto: in runs of 10,000 "
+        "optimiser steps or more, where there is a compiler.",
     )
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
