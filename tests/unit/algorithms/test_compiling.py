@@ -196,3 +196,18 @@ def test_a_trace_carries_out_no_change_by_a_number() -> None:
         found = traced(torch.ones(3))
     assert found[0].tolist() == [1.5, 1.5, 1.5]
     assert found[1].tolist() == [0.25, 0.25]
+
+
+@needs_compiler
+def test_a_graph_that_was_compiled_before_is_found_again_in_the_users_own_folder(tmp_path, monkeypatch) -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch's first import sets it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counters.clear()
+    for _ in range(2):
+        step = CompiledStep(lambda given: {"sum": given["a"] + 3 * given["a"].exp()})
+        assert step({"a": torch.zeros(4)})["sum"].tolist() == [3.0] * 4
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert list((tmp_path / "jurybox" / "compiled").iterdir())

@@ -125,9 +125,16 @@ class CompiledStep:
 
     def _compiled(self, names: tuple[str, ...], tensors: list[Tensor]) -> Callable[[list[Tensor]], dict[str, Tensor]]:
         began = monotonic()
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache()))
+        from torch._guards import TracingContext, tracing
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        # torch sets its own default at its first import, a folder in /tmp; one that a user has set stays.
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_cache())
 
         results: list[str] = []
 
@@ -139,7 +146,9 @@ class CompiledStep:
         with _calls(self._alive):
             graph, state = _lifted(_traced(flat, tensors))
             settings = {"cpp_wrapper": True, "compile_threads": 1, "cpp.threads": torch.get_num_threads()}
-            with torch.no_grad(), config.patch(settings):
+            # Without an environment of shapes torch keeps no graph, and generates its C++ anew each time.
+            shapes = tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv())))
+            with torch.no_grad(), config.patch(settings), shapes:
                 call: Any = compile_fx(graph, [*state, *tensors])
         _log.info("compiled %s in %.1f s", getattr(self._step, "__name__", "a step"), monotonic() - began)
 
