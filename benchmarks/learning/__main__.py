@@ -114,7 +114,7 @@ def _in_processes(settings: Any) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         train(settings, Path(folder) / "run", trackers=lambda: (Watch(),))
-    half = float(np.interp(settings.steps / 2, *zip(*reached, strict=True)))
+    half = float(np.interp(settings.steps / 2, [step for step, _ in reached], [wall for _, wall in reached]))
     told = clock.told(settings.steps)
     return {**told, "at": [(None, wall) for _, wall in told["at"]], "halves": [(None, half), (None, reached[-1][1])]}
 
