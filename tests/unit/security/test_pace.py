@@ -12,7 +12,7 @@ from jurybox.server.gateway.http_connection import ConnectionTransport, Paced
 from jurybox.server.gateway.process import _loop
 from jurybox.server.security import pace as module
 from jurybox.server.security.pace import _ACTIVE as ACTIVE
-from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Turns, WorkPace, joined
+from jurybox.server.security.pace import HEAP, HEAVY, Breaks, Debt, Turns, WorkPace, joined
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_rest_ends_soon_however_long_the_work_was(monkeypatch):
         breaks = Breaks(pace, lambda: None)
         pace.heard(one)
         breaks._rest(time.monotonic() - 61.0, time.monotonic() - 60.0)
-        assert 1.0 < breaks._debt.left <= 2.0
+        assert 1.0 < pace.debt.left <= 2.0
         return times
 
     assert asyncio.run(work()) == [pytest.approx(ACTIVE)]
@@ -193,6 +193,27 @@ def test_who_has_more_to_do_does_not_rest_for_others_of_that_kind(active):
     order, _, rests = asyncio.run(turns_of(3, beside=False))
     assert order == [0, 1, 2] * 4
     assert rests and set(rests) == {0.0}
+
+
+def test_lanes_with_heavy_tickets_do_not_rest_for_each_other(clock):
+    pace, light = WorkPace(), Light()
+    one, other = Breaks(pace, list), Breaks(pace, list)
+    for heavy in (one, other):
+        pace.heavy(heavy)
+        heavy.heard()
+    assert pace.rest(one, 0.01) == pace.rest(other, 0.01) == 0
+    pace.heard(light)
+    assert pace.rest(one, 0.01) == pace.rest(other, 0.01) == 0.01
+
+
+def test_who_was_heard_before_others_work_has_not_gone(clock):
+    debt = Debt()
+    for turns, shares in ((Turns(debt), True), (Turns(), False)):
+        turns.heard(light := Light())
+        clock[0] += 2 * ACTIVE  # in which nobody can be heard
+        debt.worked(2 * ACTIVE)
+        assert (turns.rest(Light(), 0.0001) > 0) == shares
+        del light
 
 
 def test_who_no_longer_has_much_to_do_counts_again(clock):

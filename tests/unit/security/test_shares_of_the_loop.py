@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from jurybox.server.security import pace
-from jurybox.server.security.pace import Breaks, Turns, WorkPace
+from jurybox.server.security.pace import Breaks, Debt, Turns, WorkPace
 
 SIZE = 1 << 16  # bytes of a read
 SECONDS = 2.0
@@ -134,7 +134,8 @@ def rates(monkeypatch):
 
         async def work(loop):
             monkeypatch.setattr(Small.engine, "busy_until", 0.0)
-            turns, shared = Turns(), WorkPace()
+            debt = Debt()
+            turns, shared = Turns(debt), WorkPace(debt)
             made.append([Tickets(loop, shared, *tickets) for _ in range(lanes)] if tickets else [])
             if not paced:
                 monkeypatch.setattr(turns, "rest", lambda *_: 0.0)
@@ -188,7 +189,7 @@ def test_forty_large_senders_leave_a_client_most_of_its_rate(rates, thinks):
 @pytest.mark.parametrize("larges", [0, 1, 40])
 def test_tickets_with_large_answers_beside_large_senders_leave_a_client_half_of_its_rate(rates, larges, computes):
     """Also where it waits behind them in the engine, and cannot be heard meanwhile."""
-    assert rates(larges, 1, read=0.0003, tickets=(computes, 0.02))[1] > 0.45 * rates(0, 1)[1]
+    assert rates(larges, 1, read=0.0003, tickets=(computes, 0.02))[1] > (0.45 if computes == 0.3 else 0.5) * rates(0, 1)[1]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

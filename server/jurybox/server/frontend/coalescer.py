@@ -254,7 +254,7 @@ class RequestCoalescer:
         if isinstance(ticket, tuple):
             self._record(batch, began)
             self._give(batch, *ticket)
-            self._leave_time(ticket[0], began, time.monotonic())
+            self._leave_time(ticket[0], began, began)  # the loop waited, too
             return True
         if brief:
             self._returns.blocked_in_vain()

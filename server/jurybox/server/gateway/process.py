@@ -54,7 +54,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     endpoints = [orders[name] for name in ("http", "grpc") if orders[name]]
     local = all(is_loopback(split_host(endpoint)[0]) for endpoint in endpoints)
     access = Access(**orders.get("access", {}))
-    budget, turns = access.budget(), Turns()
+    budget = access.budget()
     frontend = Frontend(
         orders["address"],
         source,
@@ -62,6 +62,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         sessions_share=orders.get("sessions_share", SESSIONS_SHARE),
         panels=orders.get("panels", {}),
     )
+    turns = Turns(frontend.lanes.pace.debt)
     # Shared memory is off if clients on other hosts can connect, whatever the settings: they could name regions of this
     # host.
     oip = OpenInference(

@@ -27,46 +27,15 @@ _READS = 3  # turns of the event loop within which somebody who reads on has rea
 _HEAVY = 1.0  # seconds after its last turn for which somebody's wishes are no reason for others to rest
 
 
-class WorkPace:
-    """Knows who wants something, and so for how long heavy work should rest.
+class Debt:
+    """What all heavy work of one event loop owes to everything else: the time until which the latter comes first.
 
-    Whoever has worked for long asks how long to `rest`: as long as it owes to others, while somebody else is active.
-    So the others are served between two pieces of heavy work, and heavy work alone, or beside somebody who wants
-    something now and then, loses nothing.
+    Attributes:
+        ended: when some of that work ended last, s of the monotonic clock. Nobody could be heard before.
     """
 
     def __init__(self) -> None:
-        self._who = 0  # the id of whoever was heard last
-        self._heard = self._before = float("-inf")  # when, and when somebody else was; s of the monotonic clock
-
-    def heard(self, who: object) -> None:
-        """Note that `who` wants something."""
-        number = id(who)
-        if number != self._who:
-            self._who, self._before = number, self._heard
-        self._heard = time.monotonic()
-
-    def rest(self, who: object, owed: float, since: float | None = None) -> float:
-        """Return for how many seconds `who` should leave others the time that it owes them; then ask again.
-
-        Args:
-            owed: seconds.
-            since: when this rest began, s of the monotonic clock; None: now, after work of about as long as is owed.
-        """
-        now = time.monotonic()
-        other = self._before if self._who == id(who) else self._heard
-        if since is None:
-            if now - other >= owed + _ACTIVE:
-                return 0.0
-            since = now
-        return max(0.0, min(owed, max(other, since) + _ACTIVE - now))
-
-
-class _Debt:
-    """The time that somebody owes to others: until when they come first."""
-
-    def __init__(self, pace: WorkPace) -> None:
-        self._pace = pace
+        self.ended = float("-inf")
         self._until = float("-inf")  # s of the monotonic clock
 
     @property
@@ -75,27 +44,76 @@ class _Debt:
         return max(0.0, self._until - time.monotonic())
 
     def worked(self, seconds: float, elsewhere: float = 0.0) -> None:
-        """Leave others their time for so much work, which has ended now, and as much as it took elsewhere before."""
-        now = time.monotonic()
+        """Owe others their time for so much work, which has ended now, and as much as it took elsewhere before."""
+        self.ended = now = time.monotonic()
         began = now - seconds
-        if self._until > began - _LEAST:  # others still come first; or they did until now, with a timer that was late
+        if self._until > began - _LEAST:  # others still come first, or they did until now: a timer was late
             began = self._until
         self._until = min(began + (1 + _LEFT) * seconds + elsewhere, now + _MOST)
 
-    def rest(self, who: object, then: Callable[[], None], since: float | None = None) -> None:
-        """Leave others what is owed, while they want it, and then call. What is too little for a timer is owed on.
+    def forgive(self) -> None:
+        """Owe nothing: nobody wants it."""
+        self._until = min(self._until, time.monotonic())
+
+
+class WorkPace:
+    """Knows who wants something, and so for how long heavy work should rest.
+
+    Whoever has worked for long asks how long to `rest`: as long as is owed to others, while somebody else is active.
+    So the others are served between two pieces of heavy work, and heavy work alone, or beside somebody who wants
+    something now and then, loses nothing. Who does heavy work is no reason for others of that kind to rest.
+
+    Args:
+        debt: shared with the other paces of the event loop; None: one of its own.
+    """
+
+    def __init__(self, debt: Debt | None = None) -> None:
+        self.debt = debt or Debt()
+        self._who = 0  # the id of whoever was heard last
+        self._heard = self._before = float("-inf")  # when, and when somebody else was; s of the monotonic clock
+        self._heavy: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each did heavy work last; inf: it waits
+
+    def heard(self, who: Any) -> None:
+        """Note that `who` wants something."""
+        now = time.monotonic()
+        if self._heavy and (last := self._heavy.get(who)) is not None:
+            if now - last < _HEAVY:
+                return
+            del self._heavy[who]
+        number = id(who)
+        if number != self._who:
+            self._who, self._before = number, self._heard
+        self._heard = now
+
+    def heavy(self, who: Any, *, waits: bool = False) -> None:
+        """Note that `who` has done heavy work, or waits until it may."""
+        self._heavy[who] = float("inf") if waits else time.monotonic()
+
+    def rest(self, who: object, owed: float, since: float | None = None) -> float:
+        """Return for how many seconds `who` should leave others the time that is owed to them; then ask again.
 
         Args:
-            since: see `WorkPace.rest`.
+            owed: seconds.
+            since: when this rest began, s of the monotonic clock; None: now, after work of at most as long as is owed.
         """
-        seconds = self._pace.rest(who, self.left, since)
-        if not seconds:  # nobody wants it
-            self._until = min(time.monotonic(), self._until)
-        if self.left < _LEAST:
+        now = time.monotonic()
+        other = self._before if self._who == id(who) else self._heard
+        if since is None:
+            if now - other >= owed + _ACTIVE:
+                return 0.0
+            since = now
+        return max(0.0, min(owed, max(other, since, self.debt.ended) + _ACTIVE - now))
+
+    def pay(self, who: object, then: Callable[[], None], since: float | None = None) -> None:
+        """Rest for what is owed, while others want it, and then call. What is too little for a timer is owed on."""
+        seconds = self.rest(who, self.debt.left, since)
+        if not seconds:
+            self.debt.forgive()
+        if self.debt.left < _LEAST:
             then()
         else:
             since = time.monotonic() if since is None else since
-            asyncio.get_running_loop().call_later(max(seconds, _LEAST), self.rest, who, then, since)
+            asyncio.get_running_loop().call_later(max(seconds, _LEAST), self.pay, who, then, since)
 
 
 async def joined(pieces: Sequence[bytes]) -> bytes:
@@ -128,21 +146,15 @@ class Turns:
     Among themselves they take turns, and lose nothing while nobody else wants anything.
     """
 
-    def __init__(self) -> None:
-        self._pace = WorkPace()
-        self._debt = _Debt(self._pace)
-        self._heavy: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each did heavy work last; inf: it waits
+    def __init__(self, debt: Debt | None = None) -> None:
+        self._pace = WorkPace(debt)
         self._behind: dict[HasTurns, Any] = {}  # whose turn each is
         self._turning = False  # whether one of them has its turn soon
         self._alone = asyncio.Lock()
         self._counted: deque[tuple[float, float]] = deque(maxlen=64)  # from when to when; s of the monotonic clock
 
     def heard(self, who: Any) -> None:
-        """Note that somebody wants something. Who does heavy work is no reason for others of that kind to rest."""
-        if self._heavy and (last := self._heavy.get(who)) is not None:
-            if time.monotonic() - last < _HEAVY:
-                return
-            del self._heavy[who]
+        """See `WorkPace.heard`."""
         self._pace.heard(who)
 
     def spent(self, began: float, size: int) -> float:
@@ -161,8 +173,8 @@ class Turns:
 
     def rest(self, who: Any, seconds: float) -> float:
         """Return for how many seconds others come first after heavy work of so many; 0: `who` may go on."""
-        self._heavy[who] = time.monotonic()
-        return self._pace.rest(who, max(seconds, self._debt.left))
+        self._pace.heavy(who)
+        return self._pace.rest(who, max(seconds, self._pace.debt.left))
 
     def later(self, who: HasTurns, seconds: float) -> None:
         """Let somebody go on who has just had a turn of so many seconds, after all others that have more to do."""
@@ -218,11 +230,11 @@ class Turns:
 
     def _queue(self, turn: HasTurns, who: Any, seconds: float) -> None:
         self._behind[turn] = who
-        self._heavy[who] = float("inf")
+        self._pace.heavy(who, waits=True)
         self._wait(who, seconds)
 
     def _wait(self, who: Any, seconds: float) -> None:
-        self._debt.worked(seconds)
+        self._pace.debt.worked(seconds)
         if not self._turning:
             self._turning = True
             self._rest(who, _READS)
@@ -232,14 +244,14 @@ class Turns:
         if turns:
             asyncio.get_running_loop().call_soon(self._rest, who, turns - 1)
         else:
-            self._debt.rest(who, self._next)
+            self._pace.pay(who, self._next)
 
     def _next(self) -> None:
         self._turning = False
         began = time.monotonic()
         if (turn := next(iter(self._behind), None)) is not None:
             who = self._behind.pop(turn)
-            self._heavy[who] = began
+            self._pace.heavy(who)
             turn.go_on()
             if self._behind and not self._turning:  # that one has caught up, or reads on, or is gone
                 self._wait(who, time.monotonic() - began)
@@ -254,7 +266,6 @@ class Breaks:
 
     def __init__(self, pace: WorkPace, go_on: Callable[[], None]) -> None:
         self._pace = pace
-        self._debt = _Debt(pace)
         self._go_on = go_on
         self.resting = False
 
@@ -266,16 +277,17 @@ class Breaks:
         """Rest after a piece of work that ends with this turn of the loop.
 
         Args:
-            sent, came: when its ticket was sent and answered, s of the monotonic clock. Others get as much of the
-                engine's time, behind whose ticket they wait.
+            sent, came: when its ticket was sent and answered, s of the monotonic clock. An engine computes, and copies,
+                on the processors that all share: others get as much time as it took.
         """
         if not self.resting:
             self.resting = True
             asyncio.get_running_loop().call_soon(self._rest, sent, came)
 
     def _rest(self, sent: float, came: float) -> None:
-        self._debt.worked(time.monotonic() - came, came - sent)
-        self._debt.rest(self, self._over)
+        self._pace.heavy(self)
+        self._pace.debt.worked(time.monotonic() - came, came - sent)
+        self._pace.pay(self, self._over)
 
     def _over(self) -> None:
         self.resting = False
