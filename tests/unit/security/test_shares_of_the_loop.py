@@ -189,7 +189,9 @@ def test_forty_large_senders_leave_a_client_most_of_its_rate(rates, thinks):
 @pytest.mark.parametrize("larges", [0, 1, 40])
 def test_tickets_with_large_answers_beside_large_senders_leave_a_client_half_of_its_rate(rates, larges, computes):
     """Also where it waits behind them in the engine, and cannot be heard meanwhile."""
-    assert rates(larges, 1, read=0.0003, tickets=(computes, 0.02))[1] > (0.45 if computes == 0.3 else 0.5) * rates(0, 1)[1]
+    assert (
+        rates(larges, 1, read=0.0003, tickets=(computes, 0.02))[1] > (0.45 if computes == 0.3 else 0.5) * rates(0, 1)[1]
+    )
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])

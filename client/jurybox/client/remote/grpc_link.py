@@ -36,6 +36,8 @@ _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 CONTRACT = "jurybox"  # the parameter of a model's configuration that holds its complete spec
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
 
+_AGAIN = 0.02  # seconds until a question that the gateway could not answer in time is asked again
+
 
 class GrpcLink(Link):
     """A link to a gateway. Its lanes exist only in this client; the gateway shares its own lanes among all clients.
@@ -62,7 +64,7 @@ class GrpcLink(Link):
                     f"no answer from {address} within {timeout:.1f} s ({error.details()}): is a server's gateway "
                     f"running there, and is it grpcs:// if it has a certificate?{through_proxy(address)}"
                 ) from error
-            self._call("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this call checks the token
+            self._told("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this call checks the token
         except BaseException:
             self.close()
             raise
@@ -86,8 +88,8 @@ class GrpcLink(Link):
             state, reason = "sleeping", reason.removeprefix(SLEEPS).removeprefix(": ")
         message = ModelMessage(name=name, state=state, reason=reason, settled=state != "loading")
         if state == "ready":
-            metadata = self._call("ModelMetadata", pb.ModelMetadataRequest(name=name), timeout)
-            config = self._call("ModelConfig", pb.ModelConfigRequest(name=name), timeout).config
+            metadata = self._told("ModelMetadata", pb.ModelMetadataRequest(name=name), timeout)
+            config = self._told("ModelConfig", pb.ModelConfigRequest(name=name), timeout).config
             message.max_batch = max(1, config.max_batch_size)
             if CONTRACT in config.parameters:  # it includes what the metadata cannot express
                 _tell(message, config.parameters[CONTRACT].string_value)
@@ -101,7 +103,7 @@ class GrpcLink(Link):
 
     def status(self, timeout: float) -> str:
         """See Link.status. The gateway provides this call in addition to the Open Inference Protocol."""
-        return str(self._call("Get", StatusRequest(), timeout).json)
+        return str(self._told("Get", StatusRequest(), timeout).json)
 
     def load(self, name: str, settings_json: str, timeout: float, *, keep: float, remote: bool) -> None:
         """Load a model and wait until it has loaded. The gateway marks the settings as remote itself."""
@@ -169,14 +171,14 @@ class GrpcLink(Link):
         return lane, spec, message.max_batch
 
     def _index(self, timeout: float) -> Any:
-        return self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
+        return self._told("RepositoryIndex", pb.RepositoryIndexRequest(), timeout).models
 
     def _carried_out(self, method: str, name: str, request: Any, timeout: float) -> None:
         """Call a method that the gateway answers when every engine has carried it out."""
         try:
             self._call(method, request, timeout)
         except ServerGone as error:
-            if getattr(error.__cause__, "code", lambda: None)() != grpc.StatusCode.DEADLINE_EXCEEDED:
+            if not _late(error):
                 raise
             raise Timeout(f"model {name!r} is still not ready after {timeout:.1f} s; it goes on") from error
 
@@ -189,8 +191,26 @@ class GrpcLink(Link):
                 raise ServerGone(self._silent(timeout)) from error
             raise failed from error
 
+    def _told(self, method: str, request: Any, timeout: float) -> Any:
+        """Call a method that changes nothing: again, while there is time, if the gateway got no answer itself."""
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                return self._call(method, request, max(0.0, until - time.monotonic()))
+            except ServerGone as error:
+                if not _late(error):
+                    raise
+                if time.monotonic() + _AGAIN > until:
+                    raise ServerGone(self._silent(timeout)) from error.__cause__
+            time.sleep(_AGAIN)
+
     def _silent(self, timeout: float) -> str:
         return f"no answer from {self._address} within {timeout:.1f} s{through_proxy(self._address)}"
+
+
+def _late(error: ServerGone) -> bool:
+    """Whether a call's time, or that which the gateway gives its own, was over."""
+    return getattr(error.__cause__, "code", lambda: None)() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def _tell(message: ModelMessage, contract: str) -> None:
