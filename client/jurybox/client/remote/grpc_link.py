@@ -210,7 +210,7 @@ class GrpcLink(Link):
 
 def _late(error: ServerGone) -> bool:
     """Whether a call's time, or that which the gateway gives its own, was over."""
-    return getattr(error.__cause__, "code", lambda: None)() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return bool(getattr(error.__cause__, "code", lambda: None)() == grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def _tell(message: ModelMessage, contract: str) -> None:
