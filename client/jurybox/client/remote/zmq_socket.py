@@ -102,11 +102,13 @@ class ZmqSocket:
 
     def send(self, number: int, frames: Sequence[Any]) -> bool:
         """Send a message whose answer will have this number. False: it was not sent."""
+        # pyzmq tries whether an array is a buffer, and takes whatever a signal handler raises meanwhile for a no.
+        parts = [frame if isinstance(frame, bytes) else memoryview(frame) for frame in frames]
         if (claim := self._begin()) is None:
             return False
         self._asked[number] = None
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:  # the send buffer is full
             self._asked.pop(number, None)
         except zmq.ZMQError:
