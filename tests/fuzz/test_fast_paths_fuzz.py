@@ -113,7 +113,7 @@ def compare(random, count, port, line, fields, body, behind):
     return accepted
 
 
-@cases(100, 10_000)
+@cases(170, 10_000)
 def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(server, count, seed):
     random, port = Random(seed), int(server.told["http"].rsplit(":", 1)[1])
     rows = np.arange(4, dtype=np.float32).tobytes()
@@ -126,7 +126,7 @@ def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(serv
     assert accepted > count / 10
 
 
-@cases(240, 20_000)
+@cases(400, 20_000)
 def test_a_known_head_of_a_dialects_request_is_read_as_one_read_in_full(count, seed):
     loop, told = asyncio.new_event_loop(), threading.Event()
     ports, over = [], asyncio.Event()
@@ -208,7 +208,7 @@ def ticket(random):
     return (left, first, rows, random.choice([0] * 8 + [1, 2**63])), frames
 
 
-@cases(140, 20_000)
+@cases(230, 20_000)
 def test_a_ticket_that_native_code_takes_is_answered_as_one_that_python_takes(server, count, seed):
     random, where, context = Random(seed), f"tcp://{server.told['tcp']}", zmq.Context()
     one, accepted = Remote(context, where, b"native"), 0

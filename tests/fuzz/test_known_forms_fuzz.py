@@ -101,7 +101,7 @@ class Rpc:
         return None if answer.error_message else answer.infer_response
 
 
-@cases(350, 25_000)
+@cases(600, 25_000)
 def test_a_grpc_request_of_a_known_form_is_read_as_one_read_in_full(server, count, seed):
     random = Random(seed)
     rpc = Rpc(server.told["grpc"])
@@ -164,7 +164,7 @@ class Web:
         return status, content if status == 200 else json.loads(content)["code"]
 
 
-@cases(350, 25_000)
+@cases(600, 25_000)
 def test_an_http_request_of_a_known_form_is_read_as_one_read_in_full(server, count, seed):
     random = Random(seed)
     known, usual = Web(server.told["http"]), Web(server.told["http"])
