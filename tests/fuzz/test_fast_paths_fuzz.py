@@ -191,7 +191,7 @@ class Remote:
 def ticket(random):
     """The fields of a ticket, and its tensors."""
     first, rows = random.choice([(0, 1), (0, 4), (1, 2), (3, 1), (3, 2), (0, 0), (4, 1), (2**32 - 1, 2)])
-    left = random.choice([10**10] * 6 + [2**62, -1, 0])
+    left = random.choice([10**10] * 6 + [2**62, -(10**9), 0])  # an engine's turn may have begun a moment ago
     row = np.array([[random.randrange(-99, 99) for _ in range(4)] for _ in range(min(rows, 4))], np.float32).tobytes()
     frames = [row]
     match random.randrange(12):
