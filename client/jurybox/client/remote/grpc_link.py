@@ -36,8 +36,6 @@ _DTYPES = {name: dtype for dtype, name in OIP_NAMES.items()}
 CONTRACT = "jurybox"  # the parameter of a model's configuration that holds its complete spec
 _STATES = {"READY": "ready", "LOADING": "loading", "UNAVAILABLE": "failed"}
 
-_AGAIN = 0.02  # seconds until a question that the gateway could not answer in time is asked again
-
 
 class GrpcLink(Link):
     """A link to a gateway. Its lanes exist only in this client; the gateway shares its own lanes among all clients.
@@ -200,9 +198,9 @@ class GrpcLink(Link):
             except ServerGone as error:
                 if not _late(error):
                     raise
-                if time.monotonic() + _AGAIN > until:
+                if time.monotonic() + POLL > until:
                     raise ServerGone(self._silent(timeout)) from error.__cause__
-            time.sleep(_AGAIN)
+            time.sleep(POLL)
 
     def _silent(self, timeout: float) -> str:
         return f"no answer from {self._address} within {timeout:.1f} s{through_proxy(self._address)}"

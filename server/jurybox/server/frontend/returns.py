@@ -111,6 +111,11 @@ class Returns:
     def blocked_in_vain(self) -> None:
         """Record that the event loop has blocked, and the answer did not arrive."""
 
+    @property
+    def fixed(self) -> float:
+        """Fixed cost of a batch, independent of its rows, in seconds (`native.BatchCost.possible`)."""
+        return self._cost.possible / 1e9
+
     def _waited(self, weight: float, *, in_vain: bool) -> None:
         self._in_vain += weight * (in_vain - self._in_vain)
 
@@ -134,7 +139,6 @@ class QuickHalf(Returns):
         super().__init__(clock)
         self._few = (len(os.sched_getaffinity(0)) if cores is None else cores) <= _FEW
         self._took = 0.0  # seconds of a ticket, smoothed
-        self._fixed = 0.0  # ns of a ticket that do not depend on its rows
         self._prompt = 0.0  # seconds for which a ticket waits for all who return within them; 0: tickets are not costly
         self._delay = 0.0  # seconds that quick clients take, smoothed
         self._until = 0.0  # when the current wait ends; 0: there is none
@@ -176,8 +180,8 @@ class QuickHalf(Returns):
             self._took += _SMOOTHING * (min(seconds, most) - self._took)
             if seconds <= most:  # what was cut would show a cost of its rows that they do not have
                 self._cost.observe(rows, int(seconds * 1e9))
-            self._fixed = fixed = self._cost.possible
-            self._prompt = _PROMPT * fixed / 1e9 if fixed >= native.LARGE_NS else 0.0
+            fixed = self.fixed
+            self._prompt = _PROMPT * fixed if fixed * 1e9 >= native.LARGE_NS else 0.0
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
@@ -211,7 +215,7 @@ class QuickHalf(Returns):
             self._until = 0.0
             self._waited(_SMOOTHING, in_vain=True)
             self._forget()
-        elif self._hopeless or (not self._prompt and self._fixed < _SHARED * 1e9 * self._took):
+        elif self._hopeless or (not self._prompt and self.fixed < _SHARED * self._took):
             self._in_vain *= self._forgiven
         else:
             most = self._prompt or min(max(2 * self._delay, _MOST_WAIT[0]), _MOST_WAIT[1])
@@ -259,11 +263,6 @@ class WholeGroup(Returns):
         self._batch = 0.0  # when the last batch was answered
         self._back = 0.0  # when the last of its clients returned; 0: none has
         self._waits = self._expired = False  # whether the next batch waits for a client, and whether one did not come
-
-    @property
-    def fixed(self) -> float:
-        """Fixed cost of a batch, independent of its rows, in seconds (`native.BatchCost.possible`)."""
-        return self._cost.possible / 1e9
 
     def arrived(self, client: Any, seconds: float = 0.0, waiting: int = 1) -> bool:
         """See `Returns.arrived`."""
