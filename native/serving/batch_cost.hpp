@@ -42,6 +42,12 @@ class BatchCost {
     // ever.
     double possible() const { return shown_ && equal_ < kStale ? fixed_ : shortest_; }
 
+    // The time in ns within which clients return promptly, a share of `possible`; 0 if that is too small to wait for all of them.
+    std::int64_t prompt(double share) const {
+        const double fixed = possible();
+        return fixed < static_cast<double>(kLargeNs) ? 0 : static_cast<std::int64_t>(fixed * share);
+    }
+
   private:
     static constexpr double kKeep = 0.995;   // what is left of past batches' weight with each batch
     static constexpr double kSpread = 0.02;  // the smallest variance of the number of rows over its squared mean for a fit

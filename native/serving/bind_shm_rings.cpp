@@ -82,6 +82,7 @@ struct Word {
 // Repeated calls on the same rows of the arena.
 struct Caller {
     nb::object client, place, engine, outputs, extents;  // kept, since the pointers below point to their memory
+    nb::object kind;  // what a row is: the type `bytes`, or an array of this dtype
     Client* rings;
     std::byte* input;  // null: the inputs are written already
     std::size_t bytes;
@@ -92,6 +93,7 @@ struct Caller {
     std::int64_t* sizes;  // the variable sizes of a row; null: its shape is fixed
     std::vector<std::int64_t> shape;
     std::size_t item;
+    nb::object array = nb::module_::import_("numpy").attr("ndarray");
     std::uint64_t version = 0;
     std::int64_t deadline = 0;  // of the last ticket
     std::string message = {};   // of the last failure
@@ -104,14 +106,19 @@ struct Caller {
     int ask(nb::handle row, std::uint64_t sequence, double seconds) {
         if (!record->serves(incarnation)) return kNotSent;
         if (row.is_none()) return asked(nullptr, 0, sequence, seconds);
-        const Read given(row);
-        if (!fits(given)) return kNotFit;
-        if (sizes != nullptr) {
-            std::int64_t* to = sizes;
-            for (std::size_t i = 0; i < shape.size(); ++i)
-                if (shape[i] < 0) *to++ = given.shape()[i];
+        if (input == nullptr || !is_plain(row)) return kNotFit;
+        try {
+            const Read given(row);
+            if (!fits(given)) return kNotFit;
+            if (sizes != nullptr) {
+                std::int64_t* to = sizes;
+                for (std::size_t i = 0; i < shape.size(); ++i)
+                    if (shape[i] < 0) *to++ = given.shape()[i];
+            }
+            return asked(given.bytes(), given.size(), sequence, seconds);
+        } catch (const nb::python_error&) {  // it is not C-contiguous
+            return kNotFit;
         }
-        return asked(given.bytes(), given.size(), sequence, seconds);
     }
 
     // Other threads run during the copy of large rows, too.
@@ -128,10 +135,17 @@ struct Caller {
         return static_cast<int>(answer.code);
     }
 
+    // No subclass of arrays: it may mask values, or compute them.
+    bool is_plain(nb::handle row) const {
+        if (PyType_Check(kind.ptr())) return PyBytes_CheckExact(row.ptr());
+        if (!row.type().is(array)) return false;
+        static const nb::object& name = *new nb::object(nb::str("dtype"));  // as `copy` below
+        const nb::object dtype = row.attr(name);
+        return dtype.is(kind) || dtype.equal(kind);
+    }
+
     // The same as TensorSpec.extents_of: sizes beside a size of 0 are checked, too.
     bool fits(const Read& given) const {
-        if (input == nullptr) return false;
-        if (sizes == nullptr) return given.size() == bytes;
         if (given.dimensions() != shape.size() || given.size() > bytes) return false;
         std::size_t room = bytes / item;
         for (std::size_t i = 0; i < shape.size(); ++i) {
@@ -139,7 +153,7 @@ struct Caller {
             if (shape[i] >= 0 && static_cast<std::size_t>(shape[i]) != size) return false;
             if (size > 1) room /= size;
         }
-        return room > 0;
+        return room > 0 || sizes == nullptr;
     }
 
     // The only output, or a dict of outputs; none if the caller reads them itself.
@@ -342,7 +356,7 @@ void bind_shm_rings(nb::module_& m) {
             "__init__",
             [](Caller* self, nb::object client, nb::object place, nb::object outputs, nb::object engine, std::uint32_t first,
                std::uint32_t rows, std::uint64_t incarnation, double most, nb::object extents, const std::vector<std::int64_t>& shape,
-               std::size_t item) {
+               nb::object kind, std::size_t item) {
                 Client& of = nb::cast<Client&>(client);
                 const Write record(engine);
                 std::byte* input = nullptr;
@@ -359,20 +373,20 @@ void bind_shm_rings(nb::module_& m) {
                         throw std::invalid_argument("extents are one int64 for each size that the shape leaves open");
                     sizes = open.records<std::int64_t>();
                 }
-                new (self) Caller{client, place, engine, outputs, extents, &of, input, bytes, record.records<const EngineRecord>(),
+                new (self) Caller{client, place, engine, outputs, extents, kind, &of, input, bytes, record.records<const EngineRecord>(),
                                   first, rows, incarnation, static_cast<std::int64_t>(most * 1e9), sizes, shape, item};
             },
             nb::arg("client"), nb::arg("place").none(), nb::arg("outputs").none(), nb::arg("engine"), nb::arg("first"), nb::arg("rows"),
             nb::arg("incarnation"), nb::arg("most"), nb::arg("extents").none() = nb::none(),
-            nb::arg("shape") = std::vector<std::int64_t>(), nb::arg("item") = 1,
+            nb::arg("shape") = std::vector<std::int64_t>(), nb::arg("kind").none() = nb::none(), nb::arg("item") = 1,
             "`place` is the arena's `rows` rows of the only input from `first` on, None where inputs are written beforehand; "
             "`outputs` its only output rows or a dict of them, None where they are read otherwise; `engine` the record of "
             "scoreboard.ENGINE whose life is `incarnation`; a call waits `most` seconds, then gives the ticket up to its "
-            "caller. With `extents`, int64 (k,), one row of any size: `shape` has a -1 for each of them, and they are "
-            "written with the row, whose items have so many bytes.")
+            "caller. A row has this `shape` and `kind`: the type `bytes`, or a dtype, of so many bytes an item. With `extents`, "
+            "int64 (k,), it may have any size: `shape` has a -1 for each of them, and they are written with the row.")
         .def("__call__", &Caller::call, nb::arg("row").none(), nb::arg("sequence"), nb::arg("seconds"),
              "Copy the row in (None: it is there), post its ticket, due in so many seconds, and wait. Returns a copy of the "
-             "outputs, or a failure's code; NOT_FIT where the row does not fit its place; NOT_SENT where the engine serves "
+             "outputs, or a failure's code; NOT_FIT where the row is not of this form, C-contiguous; NOT_SENT where the engine serves "
              "no more; NOT_ANSWERED where the ticket is still in flight.")
         .def_prop_ro("version", [](const Caller& self) { return self.version; }, "The weights version of the last answer.")
         .def_prop_ro("deadline", [](const Caller& self) { return self.deadline; }, "The deadline of the last ticket, ns of CLOCK_MONOTONIC.")

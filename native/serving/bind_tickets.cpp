@@ -407,7 +407,9 @@ void bind_tickets(nb::module_& m) {
              "Record a batch; return what one of a single row would have taken, ns by the estimate so far.")
         .def_prop_ro("fixed", &BatchCost::fixed, nb::lock_self(), "The cost in ns that is independent of the number of rows.")
         .def_prop_ro("possible", &BatchCost::possible, nb::lock_self(),
-                     "The same; while equal batches do not show which part that is, all of the shortest.");
+                     "The same; while equal batches do not show which part that is, all of the shortest.")
+        .def("prompt", &BatchCost::prompt, nb::arg("share"), nb::lock_self(),
+             "The time in ns within which clients return promptly, a share of `possible`; 0 if that is below LARGE_NS.");
 
     nb::class_<ArrivalTracker>(m, "ArrivalTracker", "Predicts which clients are about to send again; see engine/batches.py.")
         .def(nb::init<std::size_t>(), nb::arg("lanes"))
@@ -415,9 +417,9 @@ void bind_tickets(nb::module_& m) {
         .def_prop_ro("overdue", &ArrivalTracker::overdue, nb::lock_self(), "Those of them that were answered before the last batch.")
         .def(
             "came",
-            [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, std::int64_t quick_ns, std::int64_t prompt_ns) {
+            [](ArrivalTracker& self, nb::handle tickets, std::int64_t now, double quick_ns, std::int64_t prompt_ns) {
                 const Read these(tickets);
-                self.came(these.records<const Ticket>(), these.rows(), now, quick_ns, prompt_ns);
+                self.came(these.records<const Ticket>(), these.rows(), now, static_cast<std::int64_t>(quick_ns), prompt_ns);
             },
             nb::arg("tickets"), nb::arg("now"), nb::arg("quick_ns"), nb::arg("prompt_ns") = 0, nb::lock_self(),
             "Record tickets that arrived; a client is quick if its ticket arrives within quick_ns of its last answer, and prompt "

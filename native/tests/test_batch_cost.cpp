@@ -43,11 +43,18 @@ void no_rows_are_no_reason_to_divide_by_nothing() {
     CHECK(cost.fixed() >= 0 && cost.possible() >= 0);
 }
 
+void only_a_large_fixed_cost_has_prompt_clients() {
+    BatchCost small, large;
+    for (int i = 0; i < 60; ++i) small.observe(4, kLargeNs - 1), large.observe(4, kLargeNs);
+    CHECK(small.prompt(0.25) == 0 && large.prompt(0.25) == kLargeNs / 4);
+}
+
 }  // namespace
 
 int main() {
     the_fixed_cost_is_told_from_that_of_the_rows();
     equal_batches_keep_the_estimate_and_make_it_doubtful();
     no_rows_are_no_reason_to_divide_by_nothing();
+    only_a_large_fixed_cost_has_prompt_clients();
     std::puts("ok");
 }

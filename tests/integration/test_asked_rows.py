@@ -525,3 +525,51 @@ def test_a_call_of_one_row_that_fails_or_is_late_says_why_and_the_next_is_answer
     got = model(good)
     got[...] = 0  # an array of the caller's own
     np.testing.assert_array_equal(model(good), good + 1)
+
+
+def test_a_call_without_a_row_is_refused_and_never_answered_for_the_row_before(client):
+    affine, shout = client.model("affine", rows=8), client.model("shout", rows=8)
+    affine(X[0])
+    shout("first")
+    for model, named in ((affine, "observation"), (shout, "text")):
+        for way in (
+            model,
+            lambda model=model: model(None),
+            lambda model=model, named=named: model(**{named: None}),
+            lambda model=model: model.call_reply(None),
+            lambda model=model: model.row_reply(None, 20.0),
+            lambda model=model: model({}),
+        ):
+            with pytest.raises(SpecMismatch, match=rf"takes inputs \['{named}'\]"):
+                way()
+
+
+def test_a_row_in_any_order_of_memory_is_computed_and_one_of_another_form_is_refused(client):
+    affine, waves = client.model("affine", rows=8), client.model("waves", rows=8)
+    column, back = np.asfortranarray(X[:4])[1], X[0][::-1]
+    table = np.repeat(X[1], 2)[::2]
+    assert not column.flags.c_contiguous and not back.flags.c_contiguous and not table.flags.c_contiguous
+    for row in (column, back, table, X[0]):
+        np.testing.assert_array_equal(affine(row), 2 * row + 1)
+        np.testing.assert_array_equal(affine.row_reply(row, 20.0).outputs.reshape(-1), 2 * row + 1)
+        np.testing.assert_array_equal(waves(row), waves(row.copy()))
+    frozen = X[0].copy()
+    frozen.flags.writeable = False
+    np.testing.assert_array_equal(affine(frozen), 2 * frozen + 1)
+    for row in (X[:1], X[:2, :2].copy(), X[0, :3].copy(), X[0].view(np.int32), X[0].view(">f4"), b"0" * 16, "text"):
+        with pytest.raises(SpecMismatch):
+            affine(row)
+    shout = client.model("shout", rows=8)
+    for row in (np.frombuffer(b"ab", np.uint8).astype(np.int8), X[0], 5):
+        with pytest.raises(SpecMismatch):
+            shout(row)
+    assert shout(b"ab") == shout("ab") == shout(bytearray(b"ab")) == shout(text="ab")
+    np.testing.assert_array_equal(affine(X[0]), 2 * X[0] + 1)
+
+
+def test_one_row_of_a_model_that_keeps_state_is_refused_whatever_it_is(client):
+    model = client.model("sum", rows=1)
+    for row in (X[0, :1], X[0], "text", None, {"x": X[0, :1]}):
+        for way in (model, lambda row, model=model: model.row_reply(row, 20.0)):
+            with pytest.raises((Refused, SpecMismatch)):
+                way(row)

@@ -108,12 +108,15 @@ class CallRow:
         """Compute the rows and return copies of the outputs, in the form that `Model.infer` returns them.
 
         Args:
-            row: the input, C-contiguous, of the only input's dtype; or the output of the lane's codec.
+            row: the input, or inputs, as the caller gave them; None: `put` has written them.
             seconds: the time-out.
+
+        Raises:
+            SpecMismatch: the input is not as the spec describes it.
         """
         lane = self.lane
         if type(row) is dict:
-            lane.codec.put(lane.columns, row, 0, self.rows, self.first)
+            self.put(self._checked(row))
             row = None
         if not (lane.one_engine or lane.in_flight) and (engine := lane.choose_engine()) != self._engine:
             self._turn_to(engine)
@@ -129,6 +132,10 @@ class CallRow:
             return self._taken() if result is None else result
         return self._failed(result, ticket, row, seconds)
 
+    def put(self, checked: Checked) -> None:
+        """Write inputs that the lane's codec has checked."""
+        self.lane.codec.put(self.lane.columns, checked, 0, self.rows, self.first)
+
     def close(self) -> None:
         """Release the rows; those in flight become free once the engine has answered."""
         self._ticket.owner = self._ticket.sender = None  # a traceback may keep this object
@@ -138,7 +145,7 @@ class CallRow:
         """Like `ask`, through the lane."""
         lane = self.lane
         if row is not None and not self._place.write(row):
-            lane.codec.put(lane.columns, self._checked(row), 0, self.rows, self.first)
+            self.put(self._checked(row))
         return self._answered(lane.ask(self.first, self.rows, seconds))
 
     def _checked(self, row: Any) -> Checked:
@@ -171,7 +178,8 @@ class CallRow:
                 self._renew()
         lane.in_flight.pop(ticket.sequence, None)
         if code == NOT_FIT:
-            return self.ask(self._checked(row), seconds)
+            self.put(self._checked(row))
+            return self.ask(None, seconds)
         if code == NOT_SENT:
             outputs = self._ask(row, seconds)
             self._prepare()

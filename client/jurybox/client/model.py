@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
 from jurybox.client.requests import Requests
 from jurybox.client.row_allocator import version_of, whole
-from jurybox.client.row_codec import utf8
 from jurybox.client.rows import Rows
 from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Reply, Seen, Ticket, send_parts, send_rows
@@ -98,27 +96,14 @@ class Model(forks.Closing):
         requests = self.requests
         if inputs:
             row = self._named(row, inputs)
-        dtype, shape, text = requests.plain
-        if (
-            type(row) is np.ndarray
-            and row.dtype == dtype
-            and (row.shape == shape or shape is None)
-            and row.flags.c_contiguous
-        ):
-            ready: Any = row
-        elif text and type(row) is bytes:
-            ready = row
-        elif text and type(row) is str:
-            ready = utf8(f"input {next(iter(self.spec.inputs))!r} of {self.name!r}", row)
-        else:
-            ready = requests.lane.codec.one({} if row is None else row)[0]
-            requests.require_stateless()
+        if row is None:
+            row = {}
         slot = requests.kept
         try:
             with (turns := requests.turns).now:
                 if (kept := requests.taken_kept()) is not None:
                     try:
-                        return kept.ask(ready, turns.timeout if timeout is None else seconds(timeout))
+                        return kept.ask(row, turns.timeout if timeout is None else seconds(timeout))
                     finally:
                         if slot or kept.lane.in_flight:
                             requests.put_back(kept)
@@ -127,10 +112,10 @@ class Model(forks.Closing):
         except (Taken, StaleLease):
             pass
         # On a new lane too, as in infer, with the full time-out: the first attempt used almost none of it.
-        return _first_row(requests.asked(lambda: requests.lane.codec.one(row), timeout, 0).outputs)
+        return self.call_reply(row, timeout=timeout).outputs
 
     def _named(self, row: Any, inputs: dict[str, Any]) -> Any:
-        """Return the row of a call by name: a dict, or of an only input its value, which the fast path takes."""
+        """Return the row of a call by name: a dict, or of an only input its value, which is copied only once."""
         if row is not None:
             raise SpecMismatch(
                 f"a call of {self.name!r} takes one row or inputs by name, came a row and {', '.join(sorted(inputs))}"
@@ -160,25 +145,13 @@ class Model(forks.Closing):
             timeout: seconds.
         """
         requests = self.requests
-        dtype, shape, text = requests.plain
-        if text:
-            fits = type(row) is bytes
-        else:
-            fits = (
-                type(row) is np.ndarray
-                and row.dtype == dtype
-                and (row.shape == shape or shape is None)
-                and row.flags.c_contiguous
-            )
-        ready: Any = row if fits else requests.lane.codec.one(row)[0]
-        requests.require_stateless()
         deadline = requests.turns.deadline(timeout)
         try:
             with requests.turns.now:
                 if (kept := requests.taken_kept()) is not None:
                     try:
                         kept.answer = None
-                        outputs = kept.ask(ready, seconds(timeout))
+                        outputs = kept.ask({} if row is None else row, seconds(timeout))
                         return Reply(outputs, kept.version, kept.lane.codec.only)
                     finally:
                         requests.put_back(kept)

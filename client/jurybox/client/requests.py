@@ -6,20 +6,17 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from jurybox.client.call_rows import CallRow
 from jurybox.client.in_flight import ModelLock
 from jurybox.client.lane import Lane
 from jurybox.client.pieces import Pieces
 from jurybox.client.row_allocator import RowRun
-from jurybox.client.row_codec import NO_SHAPE, Checked, shaped, words
+from jurybox.client.row_codec import Checked, shaped, words
 from jurybox.client.ticket import Reply
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
-from jurybox.protocol.spec import BYTES, ModelSpec
+from jurybox.protocol.spec import ModelSpec
 
 
 class Requests:
@@ -38,8 +35,6 @@ class Requests:
         lane: the current lane; it may be gone, `usable` returns one that is not.
         spec, max_batch: those of the lane.
         kept: a slot for rows that are reused from call to call. A call takes them out, and puts them back.
-        plain: of the model's only input: its dtype, its row shape (None: any size), and whether it takes byte strings;
-            see `_only_input`.
     """
 
     def __init__(
@@ -60,7 +55,6 @@ class Requests:
         self._may_grow = rows == 0
         self._closed = False
         self.lane, self.spec, self.max_batch = lease(rows, True)
-        self.plain = _only_input(self.spec)
         forks.register(self)
         opened(self)
 
@@ -98,7 +92,7 @@ class Requests:
         """Use another lane. Raises SpecMismatch if the model's spec has changed."""
         self.lane, self.max_batch = lane, max_batch
         if spec != self.spec:
-            old, self.spec, self.plain = self.spec, spec, _only_input(spec)
+            old, self.spec = self.spec, spec
             raise SpecMismatch(f"model {self.name!r} has changed: it was {words(old)}, it is {words(spec)}")
 
     def roomy(self, n: int, *, at_once: bool = False) -> Lane:
@@ -133,6 +127,9 @@ class Requests:
 
         Args:
             n: for sessions: the number of rows, one for each, of requests of all sessions. None: one row.
+
+        Raises:
+            Refused: one row of a model that keeps state.
         """
         try:
             kept = self.kept.pop()
@@ -142,6 +139,8 @@ class Requests:
             if kept.lane is self.lane and kept.lane.gone is None:
                 return kept
             kept.close()
+        if n is None:
+            self.require_stateless()
         run = (lane := self.usable()).take(n or 1)
         return None if run is None else CallRow(lane, run, single=n is None)
 
@@ -231,17 +230,3 @@ class Requests:
     def _after_fork_in_child(self) -> None:
         self.turns.anew()
         self.kept = []
-
-
-def _only_input(spec: ModelSpec) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None, bool]:
-    """Return the dtype of a model's only input, its row shape (None: any size), and whether it takes byte strings.
-
-    The shape is NO_SHAPE if no array can be sent unchecked: with several inputs, state, or an input of byte strings.
-    The dtype None cannot show that, because NumPy takes it for float64.
-    """
-    if len(spec.inputs) != 1 or spec.state:
-        return None, NO_SHAPE, False
-    (only,) = spec.inputs.values()
-    if only.dtype == BYTES:
-        return None, NO_SHAPE, True
-    return only.numpy_dtype, None if only.variable else only.shape, False

@@ -180,14 +180,12 @@ class Sessions(Closing):
     def _asked_in_order(self, rows: CallRow, inputs: Any, reset: Mask | None, left: float) -> tuple[Any, int]:
         """Compute row i for session i. Sessions are lost only if the request is interrupted."""
         book = self._book
-        if not (
-            type(inputs) is np.ndarray
-            and inputs.dtype == self._dtype
-            and inputs.shape == self._shape
-            and inputs.flags.c_contiguous
-        ):
-            inputs, n = self._requests.lane.codec.checked(inputs)
+        # Before the step begins: inputs that are refused lose no session.
+        if not (type(inputs) is np.ndarray and inputs.dtype == self._dtype and inputs.shape == self._shape):
+            given, n = self._requests.lane.codec.checked(inputs)
             require_rows(n, self._n)
+            rows.put(given)
+            inputs = None
         assert rows.steps is not None
         rows.steps[:] = book.begin_all(reset)
         rows.answer = None

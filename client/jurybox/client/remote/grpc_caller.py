@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from numpy.typing import NDArray
 
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.remote.grpc_channel import INFER, Channels
@@ -49,10 +48,12 @@ class GrpcCaller(Caller):
         named = {"": outputs} if self._alone else outputs
         self._outputs = [(name, array.dtype, array.shape) for name, array in named.items()]
 
-    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
+    def __call__(self, row: object, sequence: int, seconds: float) -> Any:
         if row is None:
             return NOT_SENT
         if type(row) is not np.ndarray or row.shape != self._shape or row.dtype != self._dtype:
+            return NOT_FIT
+        if not row.flags.c_contiguous:
             return NOT_FIT
         if seconds <= 0:  # as in GrpcTransport.exchange
             self._message = passed(self._messages.model)

@@ -363,6 +363,8 @@ class _DirectCaller(SocketCaller):
         assert like is not None
         if type(row) is not np.ndarray or row.shape != like.shape or row.dtype != like.dtype:
             return NOT_FIT
+        if not row.flags.c_contiguous:
+            return NOT_FIT
         left = max(1, int(seconds * 1e9))
         self.deadline = time.monotonic_ns() + left
         ticket = PREFIX + PACK_TICKET.pack(sequence, self._lease, left, 0, 0, place.first, 1, 0, 0, place.incarnation)

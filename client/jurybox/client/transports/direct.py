@@ -16,8 +16,6 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.transports.transport import (
     HEAD,
@@ -314,7 +312,7 @@ class DirectCaller(SocketCaller):
         super().__init__(place, place.engine)
         self._engine = engine
 
-    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
+    def __call__(self, row: object, sequence: int, seconds: float) -> Any:
         engine, place = self._engine, self._place
         link = engine.link
         if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != SERVING:

@@ -17,7 +17,6 @@ from jurybox.protocol.errors import SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.shm_rings import ShmRings
-from jurybox.protocol.spec import VARIABLE
 
 if TYPE_CHECKING:
     import asyncio
@@ -80,7 +79,7 @@ class ShmTransport(Transport):
     def caller(self, place: RowPlace) -> native.ShmRingsCaller | None:
         if (rings := self._attached(place.number, place.incarnation)) is None:
             return None
-        spec = place.spec
+        shape, kind = place.form()
         return native.ShmRingsCaller(
             rings.client,
             place.input,
@@ -91,8 +90,9 @@ class ShmTransport(Transport):
             place.incarnation,
             LOOK_AFTER,
             place.extents,
-            () if spec is None or place.extents is None else spec.shape or (VARIABLE,),  # byte strings are 1-D
-            1 if spec is None else spec.numpy_dtype.itemsize,
+            shape,
+            kind,
+            1 if place.input is None else place.input.itemsize,
         )
 
     def receive(self, timeout: float) -> Sequence[Answer]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.protocol.errors import ProtocolMismatch
 from jurybox.protocol.scoreboard import ENGINE, EngineState
-from jurybox.protocol.spec import TensorSpec
+from jurybox.protocol.spec import BYTES, VARIABLE, TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX, prefix_error
 
 if TYPE_CHECKING:
@@ -102,20 +102,37 @@ class RowPlace(NamedTuple):
     incarnation: int = 0
     number: int = 0
 
-    def write(self, row: NDArray[Any] | bytes) -> bool:
-        """Copy the input to the rows; return False if its shape does not match."""
+    def form(self) -> tuple[tuple[int, ...], np.dtype[Any] | type[bytes] | None]:
+        """Return what fits: the shape, with VARIABLE for any size; the dtype, or the type `bytes`, or None: nothing."""
         if self.input is None or self.spec is None:
-            return False
-        array = np.frombuffer(row, self.input.dtype) if type(row) is bytes else np.asarray(row)
+            return (), None
         if self.extents is None:
-            if array.shape != self.input.shape:
-                return False
-            np.copyto(self.input, array)
-            return True
-        sizes = self.spec.extents_of(array.shape)
-        if sizes is None:
+            return self.input.shape, self.input.dtype
+        if self.spec.dtype == BYTES:
+            return (VARIABLE,), bytes
+        return self.spec.shape, self.input.dtype
+
+    def write(self, row: object) -> bool:
+        """Copy the input to the rows; return False if it has not their `form`: the codec converts or refuses it."""
+        if (to := self.input) is None or self.spec is None:
             return False
-        self.input[: array.size] = array.reshape(-1)
+        if type(row) is np.ndarray:
+            if row.dtype != to.dtype or self.spec.dtype == BYTES:
+                return False
+            if self.extents is None:
+                if row.shape != to.shape:
+                    return False
+                np.copyto(to, row)
+                return True
+            array = row
+        elif type(row) is bytes and self.spec.dtype == BYTES:
+            array = np.frombuffer(row, np.uint8)
+        else:
+            return False
+        sizes = self.spec.extents_of(array.shape)
+        if sizes is None or self.extents is None:
+            return False
+        to[: array.size] = array.reshape(-1)
         self.extents[:] = sizes
         return True
 
@@ -132,16 +149,16 @@ class Caller(Protocol):
     Answers to other tickets stay with the transport.
     """
 
-    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
+    def __call__(self, row: object, sequence: int, seconds: float) -> Any:
         """Send a request for the rows of a RowPlace and wait for its answer.
 
         Args:
-            row: C-contiguous, of the input's dtype; None if it is already written.
+            row: whatever the caller gave; None if it is already written.
 
         Returns:
-            The result of RowPlace.copied, or an int if there are no outputs: a failure's code, NOT_FIT if the row's
-            shape does not match, NOT_SENT if the engine is no longer serving, or NOT_ANSWERED if no answer arrived in
-            time, or a signal or the end of the connection ended the wait.
+            The result of RowPlace.copied, or an int if there are no outputs: a failure's code, NOT_FIT if the row has
+            not exactly the place's form, NOT_SENT if the engine is no longer serving, or NOT_ANSWERED if no answer
+            arrived in time, or a signal or the end of the connection ended the wait.
         """
 
     @property

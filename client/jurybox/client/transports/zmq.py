@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from numpy.typing import NDArray
 from zmq.backend import Socket as Bare  # the plain methods: what zmq.Socket adds takes as long as they do
 
 from jurybox.client.control import new_socket
@@ -350,7 +349,7 @@ class _ZmqCaller(SocketCaller):
         self._engine = engine
         self._socket = engine.socket
 
-    def __call__(self, row: NDArray[Any] | bytes | None, sequence: int, seconds: float) -> Any:
+    def __call__(self, row: object, sequence: int, seconds: float) -> Any:
         engine, place = self._engine, self._place
         if self._incarnations.item(0) != engine.incarnation or self._states.item(0) != SERVING:
             return NOT_SENT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,18 +39,19 @@ class ModelCounters:
 
     Args:
         shown: one record of scoreboard.COUNTERS, shape (1,); counting continues from its values.
+
+    Attributes:
+        left: the rows that wait, as they were published last.
     """
 
     def __init__(self, shown: NDArray[Any]) -> None:
         self._shown = shown
         self._own = shown.copy()
         self._own["sessions"] = 0  # sessions do not survive the engine that kept them
-        self._waiting = 0
+        self.left = 0
         self._waiting_shown = cell(shown, "waiting")
-
-    def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
-        """Count one answered batch; `began` and `ended` are ns of CLOCK_MONOTONIC."""
-        native.count_batch(self._own, self._shown, tickets, rows, began, ended)
+        # Count one answered batch: (tickets, rows, began, ended), the times in ns of CLOCK_MONOTONIC.
+        self.batch: Callable[[NDArray[Any], int, int, int], None] = partial(native.count_batch, self._own, shown)
 
     def add(self, name: str, tickets: NDArray[Any]) -> None:
         """Count tickets without an answer of the model: "failed", "expired", "refused" or "not_held"."""
@@ -66,7 +68,7 @@ class ModelCounters:
 
     def waiting(self, rows: int) -> None:
         """Publish how many rows wait for a batch."""
-        self._waiting_shown[0] = self._waiting = rows
+        self._waiting_shown[0] = self.left = rows
 
     def sessions(self, n: int) -> None:
         """Publish how many sessions have state in this engine."""
@@ -85,7 +87,7 @@ class ModelCounters:
 
     def show(self) -> None:
         """Rewrite the whole record, in case another process has overwritten it."""
-        self._own["waiting"] = self._waiting
+        self._own["waiting"] = self.left
         self._shown[:] = self._own
 
 
@@ -482,4 +484,4 @@ def _halves(tickets: NDArray[Any]) -> list[NDArray[Any]]:
 
 QUICK = 4  # a closed-loop client is quick if it sends again within the time of this many batches
 COPIED = 1.0  # bytes a ns, at least, that rows are copied to a device and back
-PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost, if that is native.LARGE_NS or more
+PROMPT = 0.25  # and prompt if it does so within this share of a batch's fixed cost (`native.BatchCost.prompt`)

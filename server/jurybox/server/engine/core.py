@@ -340,8 +340,9 @@ class Engine:
         pinned = queue.pinned
         tickets = queue.take()
         version = tickets["version"].item(0) if pinned else 0
-        rows = waiting - queue.rows
-        slot.counters.waiting(queue.rows)
+        rows = waiting - (left := queue.rows)
+        if left or slot.counters.left:
+            slot.counters.waiting(left)
         self._show_wait(1 + under_way)
         self._computing[0] = slot.shown or tickets["model"].item(0) + 1  # names the model if it crashes the process
         self._batches.run(slot, tickets, rows, version)
@@ -384,9 +385,7 @@ class Engine:
 
         Not with several models: the clients of one of them fill no batch of another.
         """
-        if self._only is None or (fixed := self._only.cost.possible) < native.LARGE_NS:
-            return 0
-        return int(fixed * PROMPT)
+        return 0 if self._only is None else self._only.cost.prompt(PROMPT)
 
     def ready_in(self) -> int | None:
         """Return the nanoseconds until a held-back batch is due; None if no tickets wait."""
@@ -420,7 +419,7 @@ class Engine:
                 continue
             if refused:
                 tickets = self._refuse(tickets)
-            self._tracker.came(tickets, now, int(QUICK * self._batches.mean_ns), self._prompt_ns())
+            self._tracker.came(tickets, now, QUICK * self._batches.mean_ns, self._prompt_ns())
             accepted += len(tickets)
             if only is not None and only.cache is None:
                 queue = only.queue
@@ -459,7 +458,8 @@ class Engine:
         """
         failed, only = self._recovery.parts, self._only
         if only is not None and not failed:
-            return only if only.queue.rows and only.queue.ready_in(now) == 0 else None
+            queue = only.queue
+            return only if queue.rows and (not queue.max_wait_ns or queue.ready_in(now) == 0) else None
         due = [slot for slot in self._queues if (slot.queue.rows and slot.queue.ready_in(now) == 0) or slot in failed]
         if len(due) == 1:
             return due[0]

@@ -244,7 +244,7 @@ class GroupCounters(ModelCounters):
     def __init__(self, grouped: Grouped, queue: Queue) -> None:
         self._grouped = grouped
         self._queue = queue
-        self._anybody_waits = True
+        self.left = 1  # unknown at first
 
     def batch(self, tickets: NDArray[Any], rows: int, began: int, ended: int) -> None:
         for part in self._grouped.split(tickets):
@@ -256,9 +256,9 @@ class GroupCounters(ModelCounters):
 
     def waiting(self, rows: int) -> None:
         """Publish each member's number of rows that did not fit into the batch; see `ModelCounters.waiting`."""
-        if not rows and not self._anybody_waits:
+        if not rows and not self.left:
             return
-        self._anybody_waits = rows > 0
+        self.left = rows
         waiting = self._queue.waiting
         for member in self._grouped.members:
             member.counters.waiting(int(waiting["rows"][waiting["model"] == member.model].sum()) if rows else 0)
