@@ -1,7 +1,7 @@
 """Requests on a fast path beside the same on the general path: both accept or both refuse, alike.
 
-Over HTTP a head that was seen before is not parsed again: neither for tensors nor for a dialect. One more field makes a
-head new, so the same request with it is the general path's. Over ``tcp://`` native code takes the tickets of a
+Over HTTP a head that was seen before is not parsed again: neither for tensors or JSON nor for a dialect. One more field
+makes a head new, so the same request with it is the general path's. Over ``tcp://`` native code takes the tickets of a
 connection from the second on; the first one of a new connection is Python's. `test_known_forms_fuzz.py` does the same
 with the messages of gRPC and the bodies of HTTP. Together they send 2,000 requests, and 100,000 in `make fuzz`.
 """
@@ -126,7 +126,53 @@ def test_a_known_head_of_a_request_with_tensors_is_read_as_one_read_in_full(serv
     assert accepted > count / 10
 
 
-@cases(400, 20_000)
+def body_of(random):
+    """A request in JSON, or what resembles one."""
+    data = [
+        random.choice([0, 1.5, -2, 1e39, True, None, "1"] if random.random() < 0.2 else [0, 1.5, -2]) for _ in range(4)
+    ]
+    tensor = {"name": "observation", "datatype": "FP32", "shape": [1, 4], "data": data}
+    match random.randrange(12):
+        case 0:
+            tensor["name"] = random.choice(["observations", "", 5])
+        case 1:
+            tensor["shape"] = random.choice([[4], [2, 2], [1, 4, 1], [-1, 4], [1.0, 4]])
+        case 2:
+            tensor["datatype"] = random.choice(["FP64", "INT32", "BYTES", "fp32"])
+        case 3:
+            tensor["parameters"] = random.choice([{"binary_data_size": 16}, {"x": 1}, {}])
+    request = {"inputs": [tensor]}
+    match random.randrange(10):
+        case 0:
+            request["parameters"] = {"binary_data_output": True}
+        case 1:
+            request["parameters"] = {"sequence_id": 7, "sequence_start": True}
+        case 2:
+            request["parameters"] = random.choice(
+                [{"timeout": 1}, {"row_errors": True}, {"unknown": 1}, {"priority": 1}]
+            )
+        case 3:
+            request["outputs"] = [
+                random.choice(
+                    [{"name": "action"}, {"name": "x"}, {"name": "action", "parameters": {"binary_data": True}}]
+                )
+            ]
+        case 4:
+            request["id"] = random.choice(["abc", "\ud800", 7])
+    text = json.dumps(request)
+    return (text[: random.randrange(len(text))] if random.random() < 0.05 else text).encode()
+
+
+@cases(180, 10_000)
+def test_a_known_head_of_a_request_in_json_is_read_as_one_read_in_full(server, count, seed):
+    random, port = Random(seed), int(server.told["http"].rsplit(":", 1)[1])
+    line = b"POST /v2/models/affine/infer HTTP/1.1"
+    behind = line + b"\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}"
+    accepted = sum(compare(random, 6, port, line, [], body_of(random), behind) for _ in range(count // 6))
+    assert accepted > count / 20
+
+
+@cases(220, 10_000)
 def test_a_known_head_of_a_dialects_request_is_read_as_one_read_in_full(count, seed):
     loop, told = asyncio.new_event_loop(), threading.Event()
     ports, over = [], asyncio.Event()

@@ -187,6 +187,37 @@ def test_a_known_head_is_answered_like_the_first(line):
     assert all(one == found[0] for one in found)
 
 
+def json_request(data, more="", path="/v2/models/affine/infer", name="observation", **request):
+    tensor = {"name": name, "shape": [len(data) // 4 or 1, min(4, len(data))], "datatype": "FP32", "data": data}
+    text = json.dumps({"inputs": [tensor], **request})
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{more}Content-Length: {len(text)}\r\n\r\n{text}".encode()
+
+
+def test_json_behind_a_known_head_is_answered_like_json_behind_any_other(line):
+    """Each body with a new head, which the application answers, then behind a known one, which it has not to read."""
+    bodies = [
+        {"data": list(range(4))}, {"data": list(range(8))}, {"data": list(range(400))}, {"data": []},
+        {"data": [1, 2, 3, "x"]}, {"data": [1, 2, 3, 1e39]}, {"data": [0] * 4, "id": "a"}, {"data": [0] * 4, "id": 7},
+        {"data": [0] * 4, "outputs": [{"name": "action", "parameters": {"binary_data": True}}]},
+        {"data": [0] * 4, "outputs": [{"name": "nobody"}]}, {"data": [0] * 4, "parameters": {"sequence_id": 5}},
+        {"data": [0] * 4, "parameters": {"binary_data_output": True}}, {"data": [0] * 4, "parameters": {"timeout": 0}},
+        {"data": [0] * 4, "name": "x"}, {"data": [0] * 4, "unknown": 1},
+    ]  # fmt: skip
+    line.socket.sendall(json_request([1.0] * 4))
+    assert line.answer()[0] == 200
+    statuses = set()
+    for number, body in enumerate(bodies):
+        found = []
+        for more in (f"X-Once: {number}\r\n", "", ""):
+            line.socket.sendall(json_request(more=more, **body))
+            status, headers, told = line.answer()
+            headers.pop("date")
+            found.append((status, headers, told))
+        assert found[0] == found[1] == found[2]
+        statuses.add(found[0][0])
+    assert statuses > {200, 400, 422}
+
+
 def test_failed_rows_of_a_known_form_are_reported_like_the_first(line, stub):
     rows = np.array([[1], [3], [6]], np.float32)  # threes and sixes fail
     whole = http_request(rows, "/v2/models/picky/infer", "x", row_errors=True)

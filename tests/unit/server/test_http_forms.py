@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from jurybox import native
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.gateway.inference.forms import Form, Forms
-from jurybox.server.gateway.inference.http_forms import _Head, protocol_of
+from jurybox.server.gateway.inference.http_forms import _Head, connection_of
 from jurybox.server.security.limits import HTTP, RECEIVED
 
 pytest.importorskip("httptools")
@@ -58,7 +58,7 @@ def budget():
 async def line(budget):
     config = uvicorn.Config(app, log_config=None, lifespan="off")
     config.load()
-    kind = protocol_of(None)
+    kind = connection_of(None, 1 << 20)
     kind.budget = budget
     kind.known.heads[HEAD] = _Head("m", "", 1000, 10)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 
 import pytest
@@ -11,13 +12,12 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from jurybox import native
-from jurybox.server.gateway.dialects.intake import HttpReply
-from jurybox.server.gateway.dialects.known_paths import Endpoint, KnownPaths, with_dialects
 from jurybox.server.gateway.dialects.router import DialectPaths
-from jurybox.server.gateway.inference.http_forms import InferProtocol, KnownHeads
+from jurybox.server.gateway.inference.http_forms import connection_of
+from jurybox.server.gateway.known_paths import Endpoint, HttpReply, KnownPaths
 from jurybox.server.security.access import Access
 from jurybox.server.security.http import guarded
-from jurybox.server.security.limits import HTTP, RECEIVED
+from jurybox.server.security.limits import ANSWERS, HTTP, RECEIVED
 from jurybox.server.security.pace import Turns
 
 MOST = 1 << 20
@@ -65,8 +65,8 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def listening(self):
         access = Access(max_message=MOST)
-        plain = type("Plain", (InferProtocol,), {"known": KnownHeads(None), "budget": self.budget, "turns": Turns()})
-        protocol = with_dialects(plain, MOST)
+        shared = {"budget": self.budget, "turns": Turns()}
+        protocol = type("Port", (connection_of(None, MOST),), shared)
         self.paths = protocol.paths
         config = uvicorn.Config(
             guarded(self.app, access, loopback=True, budget=self.budget), http=protocol, lifespan="off",
@@ -397,5 +397,35 @@ def test_requests_that_come_at_once_let_others_go_first(monkeypatch, n):
         assert [(await web.answer())[2] for _ in range(n)] == [b"<x>"] * n
         assert len(turns) == n - 1
         assert all(0 <= seconds <= 0.002 for seconds in turns)
+
+    run(test)
+
+
+def test_a_body_that_its_answer_leaves_to_the_layers_is_answered_by_them_with_what_came_behind_it():
+    async def test(gateway, web):
+        async def none(body: bytes) -> None:
+            assert body in (b"1", b"22")
+
+        await learnt(web)
+        ((parts, path),) = gateway.paths.heads.items()
+        gateway.paths.heads[parts] = path._replace(answer=none)
+        await web.send(request(b"1") + request(b"22"))
+        assert [(await web.answer())[2] for _ in range(2)] == [b"<1>", b"<22>"]
+        assert gateway.by_layers >= 2 and gateway.bodies == [b"first", b"1", b"22"]
+
+    run(test)
+
+
+def test_an_answer_for_which_there_is_no_room_is_refused_as_the_layers_refuse_it():
+    async def test(gateway, web):
+        await learnt(web)
+        async with Web(gateway) as layers:
+            others = native.Account(gateway.budget, HTTP)
+            assert not others.take(ANSWERS, 4 * MOST - 8)
+            told = [await web.ask(request(b"much")), await layers.ask(request(b"much", "X-Once: 1\r\n"))]
+            known, first = [(status, headers["retry-after"], json.loads(body)) for status, headers, body in told]
+            assert known == first and known[0] == 429
+            others.give(ANSWERS, 4 * MOST - 8)
+        assert (await web.ask(request(b"a")))[2] == b"<a>"
 
     run(test)

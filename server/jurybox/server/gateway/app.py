@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +23,7 @@ from jurybox.protocol.revision import source_revision
 from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.frontend.readiness import reasons
 from jurybox.server.frontend.source import StatusSource
+from jurybox.server.gateway.known_paths import to_json
 from jurybox.server.gateway.live import LiveRoutes
 from jurybox.server.security.doors import RETRY_AFTER
 from jurybox.server.security.pace import Turns
@@ -78,8 +78,7 @@ class AnyText(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         """Encode the content; see `Response.render`."""
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return text.encode("utf-8", "backslashreplace")
+        return to_json(content)
 
 
 class NeverCached:

@@ -20,7 +20,7 @@ from jurybox.server.frontend.source import ClientSource, StatusSource
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.gateway.inference import http_inference
-from jurybox.server.gateway.inference.http_forms import protocol_of
+from jurybox.server.gateway.inference.http_forms import connection_of
 from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.logs import Log, LogLimiter, configure
 from jurybox.server.security.access import Access
@@ -72,11 +72,10 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         cuda_shared_memory=access.cuda_shared_memory and local,
     )
     try:
-        routers = [http_inference.router(oip, most=access.max_message, turns=turns)]
+        routers = [http_inference.router(oip, most=access.max_message, turns=turns, doors=doors)]
         keep_freed_memory(_KEPT)
         if orders.get("dialects"):
             # Imported here because it imports Pillow.
-            from jurybox.server.gateway.dialects.known_paths import with_dialects
             from jurybox.server.gateway.dialects.router import DialectPaths, applications
 
             routes = applications(orders["dialects"], frontend, log, doors, turns)
@@ -87,15 +86,14 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
         app = create_app(source, frontend.reasons, routers, counters, frontend.lanes.timeouts, budget, turns, runs)
         http = None
         if orders["http"]:
-            whole, protocol = app if routes is None else DialectPaths(app, routes.endpoints), protocol_of(oip, doors)
-            if routes is not None:
-                protocol = with_dialects(protocol, access.max_message)
+            whole = app if routes is None else DialectPaths(app, routes.endpoints)
             refusals = None if routes is None else routes.refusals
+            protocol = connection_of(oip, access.max_message, refusals, doors)
             http = HttpServer(orders["http"], whole, access, "server.http", protocol, budget, refusals, doors, turns)
         dialects = {}
         for name, (its_app, refusals) in (routes.ports if routes else {}).items():
             listen = orders["dialects"][name]["listen"]
-            protocol = with_dialects(protocol_of(oip, doors), access.max_message)
+            protocol = connection_of(oip, access.max_message, refusals, doors)
             dialects[name] = HttpServer(
                 listen, its_app, access, f"dialects.{name}.port", protocol, budget, refusals, doors, turns
             )

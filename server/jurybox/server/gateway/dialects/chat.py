@@ -23,8 +23,9 @@ from typing import Any
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects.body_fields import require_chat
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, Unscored
+from jurybox.server.gateway.dialects.intake import Intake, Request, RequestScores, Unscored
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
+from jurybox.server.gateway.known_paths import HttpReply
 
 PATH = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # nothing is tokenized

@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Busy, Code, Error, ProtocolMismatch, Refused, SpecMismatch, plain, said
 from jurybox.server.gateway.dialects import json_dialects
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, check_rows, listed
+from jurybox.server.gateway.dialects.intake import Intake, Request, check_rows, listed
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
+from jurybox.server.gateway.known_paths import HttpReply
 from jurybox.server.gateway.npy import npy_head
 
 _HOLD = 4.0  # seconds that `pull` waits for the scores; the client's own time-out is 5

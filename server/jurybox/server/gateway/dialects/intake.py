@@ -15,12 +15,12 @@ from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.frontend.pictures import Pictures
 from jurybox.server.frontend.scores import RowScorer
 from jurybox.server.frontend.threads import ThreadPool
+from jurybox.server.gateway.known_paths import HttpReply
 from jurybox.server.security.limits import OF_REQUEST, DecodedCharge
 from jurybox.server.security.pace import Turns
 
 T = TypeVar("T")
 
-VERSION_HEADER = "x-jurybox-weights-version"
 _MOST_ROWS = 4096  # of one request
 _FEW = 256  # rows whose answer is written in the event loop
 # Bytes of a body that is read in the event loop: a switch of threads takes 0.1 ms. JSON is parsed in C, which keeps the
@@ -81,29 +81,6 @@ class Request(NamedTuple):
     pictures: Mapping[str, Sequence[Any]] = MappingProxyType({})
     context: Any = None
     parameters: Mapping[str, Any] = MappingProxyType({})
-
-
-class HttpReply(NamedTuple):
-    """An HTTP response. Starlette's Response would take 0.03 ms to create.
-
-    Attributes:
-        media: media type of the body.
-        version: weights version, sent in a header; None: no such header.
-        headers: further headers, with names in lower case.
-    """
-
-    body: bytes
-    media: str
-    status: int = 200
-    version: int | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def fields(self) -> list[tuple[str, str]]:
-        """Return all headers, including those of the body."""
-        headers = [("content-length", str(len(self.body))), ("content-type", self.media)]
-        if self.version is not None:
-            headers.append((VERSION_HEADER, str(self.version)))
-        return [*headers, *self.headers]
 
 
 Write = Callable[[Request, RequestScores], HttpReply]  # writes an answer when all rows have scores

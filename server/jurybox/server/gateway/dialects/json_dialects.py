@@ -13,7 +13,8 @@ from jurybox import native
 from jurybox.client.juror import Passing
 from jurybox.client.juror import Scores as Found
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed, scalars
+from jurybox.server.gateway.dialects.intake import Intake, Request, RequestScores, listed, scalars
+from jurybox.server.gateway.known_paths import HttpReply
 from jurybox.server.security.limits import hold_text
 
 MEDIA = "application/json"

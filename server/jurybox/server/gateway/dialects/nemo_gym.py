@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jurybox.protocol.errors import Code, ModelFailed, ProtocolMismatch
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, scalars
+from jurybox.server.gateway.dialects.intake import Intake, Request, RequestScores, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read
-from jurybox.server.gateway.dialects.known_paths import Endpoint
+from jurybox.server.gateway.known_paths import Endpoint, HttpReply
 
 _OWN = ("responses_create_params", "response")
 

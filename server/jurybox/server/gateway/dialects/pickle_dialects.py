@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain, said
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed
+from jurybox.server.gateway.dialects.intake import Intake, Request, RequestScores, listed
 from jurybox.server.gateway.dialects.pickles import dumps, loads
+from jurybox.server.gateway.known_paths import HttpReply
 from jurybox.server.settings.dialect_fields import JUDGED
 
 MEDIA = "application/octet-stream"

@@ -23,9 +23,9 @@ import numpy as np
 from jurybox.protocol.errors import Code, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects import chat
 from jurybox.server.gateway.dialects.body_fields import require_texts
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores, listed, scalars
+from jurybox.server.gateway.dialects.intake import Intake, Request, RequestScores, listed, scalars
 from jurybox.server.gateway.dialects.json_dialects import MEDIA, read, versioned
-from jurybox.server.gateway.dialects.known_paths import Endpoint
+from jurybox.server.gateway.known_paths import Endpoint, HttpReply
 
 _PAIRS = (
     ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"),

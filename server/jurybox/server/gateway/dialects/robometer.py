@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from jurybox.protocol.errors import Code, ProtocolMismatch, Refused, SpecMismatch, plain
 from jurybox.server.gateway.dialects.cosmos import npy_array
-from jurybox.server.gateway.dialects.intake import HttpReply, Intake, Request, RequestScores
+from jurybox.server.gateway.dialects.intake import Intake, Request, RequestScores
 from jurybox.server.gateway.dialects.json_dialects import read, versioned
+from jurybox.server.gateway.known_paths import HttpReply
 
 _VIDEO = "expected a .npy file of uint8 (frames, height, width, 3)"
 _MOST_HEAD = 4096  # bytes of a part's head

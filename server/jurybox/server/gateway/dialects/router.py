@@ -28,8 +28,8 @@ from jurybox.server.gateway.dialects import (
     reward_model,
     robometer,
 )
-from jurybox.server.gateway.dialects.intake import AnswerForm, HttpReply, Intake
-from jurybox.server.gateway.dialects.known_paths import ANSWERED, NEVER_CACHED, Endpoint
+from jurybox.server.gateway.dialects.intake import AnswerForm, Intake
+from jurybox.server.gateway.known_paths import ANSWERED, NEVER_CACHED, Endpoint, HttpReply
 from jurybox.server.logs import Log, LogLimiter
 from jurybox.server.security.doors import RETRY_AFTER, Doors, refusal
 from jurybox.server.security.http import DATA_ONLY, Refusal, body_of

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import zlib
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from jurybox.protocol.errors import Code, Refused, ServerGone, error_for
+from jurybox.protocol.errors import Code, Error, Refused, ServerGone, error_for
 from jurybox.server.gateway.app import AnyText
 from jurybox.server.gateway.inference import models
 from jurybox.server.gateway.inference.http_json import LENGTH, body_of, request_of
@@ -18,11 +19,12 @@ from jurybox.server.gateway.inference.inference import OpenInference
 from jurybox.server.gateway.inference.requests import InferRequest, InferResponse
 from jurybox.server.gateway.inference.shared_memory import Region
 from jurybox.server.gateway.inference.tensors import malformed, read_json
+from jurybox.server.gateway.known_paths import ANSWERED, HttpReply, refused
+from jurybox.server.security.doors import Doors
+from jurybox.server.security.doors import refusal as closing
 from jurybox.server.security.http import CHARGE
 from jurybox.server.security.limits import Charge
 from jurybox.server.security.pace import Turns, joined
-
-ANSWERED = "jurybox.answered"  # in a request's scope: called with (model, version, bytes of JSON) on a binary answer
 
 MAX_BODY_BYTES = 64 << 20
 _PIECE = 1 << 20  # bytes that are decompressed at a time, and counted before more are
@@ -31,12 +33,25 @@ _MOST_DIGITS = 6  # of the bytes of JSON that are parsed in the event loop
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
-def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES, turns: Turns | None = None) -> APIRouter:
+_Read = Callable[[bytes], tuple[InferRequest, set[str], bool]]  # see `request_of`
+
+
+class Tensors(NamedTuple):
+    """What answered a request whose answer is binary: model and version of its path, and the bytes of its JSON."""
+
+    model: str
+    version: str
+    json: int
+
+
+def router(
+    oip: OpenInference, *, most: int = MAX_BODY_BYTES, turns: Turns | None = None, doors: Doors | None = None
+) -> APIRouter:
     """Return the routes for `create_app`.
 
     Args:
         most: limits a body in bytes, compressed and decompressed.
-        turns: of the process's doors.
+        turns, doors: of the process.
     """
     paths = APIRouter(tags=["Open Inference Protocol"])
     _health(paths, oip)
@@ -44,7 +59,7 @@ def router(oip: OpenInference, *, most: int = MAX_BODY_BYTES, turns: Turns | Non
     _repository(paths, oip, most, turns)
     _shared_memory(paths, oip, most, turns)
     # Last: a model's name may contain slashes, so its path would match the other routes.
-    _models(paths, oip, most, turns)
+    _models(paths, oip, most, turns, doors or Doors())
     return paths
 
 
@@ -66,14 +81,14 @@ def _health(paths: APIRouter, oip: OpenInference) -> None:
         return _ready(await oip.reasons())
 
 
-def _models(paths: APIRouter, oip: OpenInference, most: int, turns: Turns) -> None:
+def _models(paths: APIRouter, oip: OpenInference, most: int, turns: Turns, doors: Doors) -> None:
     @paths.get("/v2/models/stats")
     async def every_statistics() -> dict[str, Any]:
         """Counters of every model."""
         return {"model_stats": await oip.statistics("", "")}
 
     for prefix in (_MODEL + "/versions/{version}", _MODEL):
-        _model(paths, prefix, oip, most, turns)
+        _model(paths, prefix, oip, most, turns, doors)
 
 
 async def _while_connected(request: Request, oip: OpenInference, asked: InferRequest) -> InferResponse:
@@ -97,7 +112,27 @@ async def _while_connected(request: Request, oip: OpenInference, asked: InferReq
     raise ServerGone("the client has hung up")
 
 
-def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int, turns: Turns) -> None:
+async def _json_answer(oip: OpenInference, turns: Turns, doors: Doors, read: _Read, body: bytes) -> HttpReply | None:
+    """Answer a body of JSON behind a known head, as `infer` below; None: it is for that, or it has gone wrong."""
+    try:
+        asked, binary, all_binary = await turns.decoded(read, body)
+        if "sequence_id" in asked.parameters:  # which is lost with its connection
+            return None
+        content, length = body_of(await oip.infer(asked), binary, all_binary=all_binary)
+    except Error as error:
+        return refused(error)
+    except asyncio.CancelledError:
+        if not doors.closed:
+            raise
+        return refused(closing())
+    except Exception:  # noqa: BLE001  the application reports it
+        return None
+    if length is None:
+        return HttpReply(content, "application/json")
+    return HttpReply(content, "application/octet-stream", headers=((LENGTH.lower(), str(length)),))
+
+
+def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int, turns: Turns, doors: Doors) -> None:
     @paths.post(prefix + "/infer")
     async def infer(request: Request, name: str, version: str = "") -> Response:
         """Infer: JSON, or JSON and binary tensors (header Inference-Header-Content-Length)."""
@@ -111,10 +146,13 @@ def _model(paths: APIRouter, prefix: str, oip: OpenInference, most: int, turns: 
         else:
             answer = await oip.infer(asked)
         content, length = body_of(answer, binary, all_binary=all_binary)
+        if (learn := request.scope.get(ANSWERED)) is not None:
+            if length_of_json is None:
+                learn(partial(_json_answer, oip, turns, doors, read))
+            elif length is not None:
+                learn(Tensors(name, version, int(length_of_json)))
         if length is None:
             return Response(content, media_type="application/json")
-        if ANSWERED in request.scope and LENGTH in request.headers:
-            request.scope[ANSWERED](name, version, int(request.headers[LENGTH]))
         return Response(content, headers={LENGTH: str(length)}, media_type="application/octet-stream")
 
     @paths.get(prefix + "/ready")
