@@ -57,3 +57,10 @@ def test_noise_has_unit_variance_and_the_given_colour(colour: float, low: float,
     assert abs(noise.mean()) < 0.1
     neighbours = (noise[:, 1:] * noise[:, :-1]).mean() / noise.var()
     assert low < neighbours < low + 0.5
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+def test_short_noise_has_unit_variance_at_each_step(steps: int) -> None:
+    rng = np.random.default_rng(0)
+    noise = np.stack([coloured_noise(rng, steps, 4, 1.0) for _ in range(3000)])
+    np.testing.assert_allclose(noise.std((0, 2)), 1.0, atol=0.04)

@@ -157,3 +157,14 @@ def test_the_numpy_actor_acts_as_the_torch_one() -> None:
     assert not np.allclose(NumpyActor(state, clip=1.0)(rows), expected, atol=2e-5)
     with pytest.raises(ValueError, match=r"layers\.0\.weight"):
         NumpyActor({name: value for name, value in state.items() if "layers.0" not in name})
+
+
+def test_exploration_is_noise_around_the_action_of_the_given_deviation_within_the_bounds() -> None:
+    made = td3(action_noise=0.2)
+    chosen = np.tile(np.float32([0.3, -0.9]), (20_000, 1))
+    explored, columns = made.explore({"action": chosen}, np.random.default_rng(0), START)
+    assert columns == {} and explored.dtype == np.float32 and explored.min() == -1.0
+    assert explored[:, 0].mean() == pytest.approx(0.3, abs=0.01) and explored[:, 0].std() == pytest.approx(
+        0.2, abs=0.01
+    )
+    np.testing.assert_array_equal(made.explore({"action": chosen}, np.random.default_rng(0), START)[0], explored)

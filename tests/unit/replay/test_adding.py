@@ -329,3 +329,22 @@ def test_a_replay_that_is_dropped_without_a_word_leaves_no_descriptor(make) -> N
         Replay.attach(replay.name)
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def open_files(name: str) -> int:
+    """How many descriptors of this process are of a replay's memory."""
+    there = [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
+    return sum(name in str(fd.readlink()) for fd in there)
+
+
+def test_a_with_block_closes_the_replay_and_removes_the_name_of_its_own(make) -> None:
+    made = make()
+    before = open_files(made.name)
+    with Replay.attach(made.name) as attached:
+        attached.add(x=np.zeros(3), n=1)
+        assert open_files(made.name) > before
+    assert open_files(made.name) == before
+    with made:
+        assert len(made) == 1, "who only attached has not removed it"
+    with pytest.raises(SharedMemoryError):
+        Replay.attach(made.name)

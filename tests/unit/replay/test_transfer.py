@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jurybox.protocol.errors import SpecMismatch
 from jurybox.training.replay import Episodes, Field, Replay, Windows
+from jurybox.training.replay.cursor import ENDED
 from jurybox.training.replay.transfer import Exporter, Importer
 
 EPISODES = Episodes(truncated="truncated")
@@ -98,3 +99,24 @@ def test_rows_of_another_shape_are_refused() -> None:
         there.add(x=np.zeros(30))
         with pytest.raises(SpecMismatch, match="bytes came"):
             Importer(here, 8).put(Exporter(there).batch())
+
+
+def test_an_episode_that_ends_after_its_last_row_was_moved_ends_in_the_other_replay_too() -> None:
+    with (
+        Replay.create("importer-from", 20, LINKED, episodes=EPISODES) as there,
+        Replay.create("importer-to", 20, LINKED, episodes=EPISODES) as here,
+    ):
+        exporter, importer, envs = Exporter(there), Importer(here, 20), [there.stream() for _ in range(2)]
+        here.add(observation=[9, 9], reward=0.0, terminated=True, truncated=False, planes=np.zeros(9, np.uint8))
+        for step in range(3):
+            for number, env in enumerate(envs):
+                env.add(
+                    observation=[number, step], reward=1.0, terminated=False, truncated=False,
+                    planes=np.zeros(9, np.uint8),
+                )  # fmt: skip
+        assert importer.put(exporter.batch()) == 6
+        envs[1].end()
+        assert importer.put(exporter.batch()) == 0, "no new row: an episode has ended"
+        moved = Exporter(here).batch().piece.after[1:]
+        np.testing.assert_array_equal(moved, Exporter(there).batch().piece.after)
+        assert moved.tolist().count(ENDED) == 1 and moved[-1] == ENDED
