@@ -86,10 +86,7 @@ class EngineChoice:
     def goes_on_without(self, engine: int) -> bool:
         """Send nothing to an engine for a while, because it has not the model; return whether another may have it."""
         self._without[engine] = time.monotonic() + _WITHOUT
-        if not self._with_model(self._serving()):
-            return False
-        self._stays = -1
-        return True
+        return bool(self._with_model(self._serving()))
 
     def described(self) -> str:
         """Return the states of all engines, for messages."""
