@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.serving import serving, wait_until
 
-from jurybox.client import Busy, ModelFailed, Refused, SpecMismatch, Timeout, connect
+from jurybox.client import Busy, ModelFailed, Refused, ServerGone, SpecMismatch, Timeout, connect
 from jurybox.protocol.errors import Code
 
 OPEN = {"factory": "tests.open_models:shout", "max_batch": 8, "rows": 64}
@@ -573,3 +573,81 @@ def test_one_row_of_a_model_that_keeps_state_is_refused_whatever_it_is(client):
         for way in (model, lambda row, model=model: model.row_reply(row, 20.0)):
             with pytest.raises((Refused, SpecMismatch)):
                 way(row)
+
+
+def test_a_call_of_as_many_rows_as_the_one_before_has_its_rows_and_checks_its_own_array(client):
+    model = client.model("affine", rows=8)
+    for n in (4, 4, 4, 3, 3, 8, 8, 1, 1, 20, 20, 4, 4):
+        for rows in (X[:n], X[9 : 9 + n], np.asfortranarray(X[:n]), X[n - 1 :: -1]):
+            got = model.infer(rows)
+            np.testing.assert_array_equal(got, 2 * rows + 1)
+            got[...] = 0  # an array of the caller's own
+    for rows in (X[0], X[:4, :2].copy(), X[:4].view(np.int32), X[:4].view(">f4"), np.float32(1), np.ma.array(X[:4])):
+        with pytest.raises(SpecMismatch):
+            model.infer(rows)
+    first = model.infer_reply(X[:4])
+    assert model.infer_reply(X[:4]).version == first.version
+    np.testing.assert_array_equal(model.infer(X[:4], output="action"), first.array)
+    two = client.model("two", rows=8)
+    for n in (3, 3, 2, 2):
+        given = {name: np.full((n, *spec.shape), n, spec.numpy_dtype) for name, spec in two.spec.inputs.items()}
+        assert {name: len(rows) for name, rows in two.infer(given).items()} == dict.fromkeys(two.spec.outputs, n)
+        with pytest.raises(SpecMismatch, match="give a dict"):
+            two.infer(X[:n])
+
+
+def test_rows_kept_for_the_next_call_are_free_for_every_other_request(client):
+    model = client.model("affine", rows=4)
+    others = [
+        lambda: model.submit(X[:4]).result().outputs,
+        lambda: asyncio.run(model.infer_async(X[:4])),
+        lambda: model.infer(X[:4], version=None),
+        lambda: np.array([model(row) for row in X[:4]]),
+        lambda: np.concatenate([model.infer(X[:3]), model.infer(X[3:4])]),
+    ]
+    for ask in others:
+        model.infer(X[:4])
+        np.testing.assert_array_equal(ask(), 2 * X[:4] + 1)
+    model.infer(X[:4])
+    with model.rows(4) as rows:
+        rows.inputs["observation"][:] = X[:4]
+        with pytest.raises(Busy):
+            model.infer(X[:4], timeout=0.1)
+        rows.infer()
+        np.testing.assert_array_equal(rows.outputs["action"], 2 * X[:4] + 1)
+    model.infer(X[:4])
+    model(X[0])
+    assert model.requests.kept, "of one row, not to be taken anew at each call"
+    for _ in range(2):
+        model.infer(X[:4])
+    lost = model.requests.lane
+    lost.gone = ServerGone("as after a restart")
+    np.testing.assert_array_equal(model.infer(X[:4]), 2 * X[:4] + 1)
+    assert model.requests.lane is not lost
+    model.close()
+    with pytest.raises(Refused, match="closed"):
+        model.infer(X[:4])
+
+
+async def test_rows_for_which_a_task_waits_are_not_kept_for_the_next_call(client):
+    model = client.model("affine", rows=4)
+    model.infer(X[:4])
+    free = model.requests.lane.row_waiter()
+    model.infer(X[:4])
+    assert free.done() and model.requests.lane.free == 4
+
+
+def test_a_call_that_was_late_gives_its_rows_to_no_later_one(client):
+    model = client.model("moody", rows=8)
+    good, slow = X[:4].copy(), X[:4].copy()
+    slow[0, 0] = 1_500_000.0
+    for _ in range(2):
+        np.testing.assert_array_equal(model.infer(good), good + 1)
+    with pytest.raises(Timeout):
+        model.infer(slow, timeout=0.3)
+    assert not (model.requests.lane.in_flight and model.requests.kept_many), "the engine may still write to them"
+    for n in (4, 4, 2):
+        np.testing.assert_array_equal(model.infer(good[:n]), good[:n] + 1)
+    with pytest.raises(Timeout):
+        model.infer(good, timeout=0.0)
+    np.testing.assert_array_equal(model.infer(good), good + 1)

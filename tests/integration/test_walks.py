@@ -156,10 +156,10 @@ def test_one_transition_runs_in_the_files_that_its_walk_names_and_in_at_most_nin
     assert len(transition) <= 9
 
 
-def test_one_request_runs_in_the_files_that_its_walk_names_and_in_at_most_fourteen(walks):
+def test_one_request_runs_in_the_files_that_its_walk_names_and_in_at_most_ten(walks):
     request, _ = walks
     assert request == files_named_in("The path of one request")
-    assert len(request) <= 14
+    assert len(request) <= 10
 
 
 def test_one_publication_runs_in_the_files_that_its_walk_names_and_in_at_most_ten(walks):

@@ -12,6 +12,7 @@ from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.row_allocator import RowRun
 from jurybox.client.row_codec import Checked, shaped
+from jurybox.client.ticket import Reply
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Code, error_for
 
@@ -132,6 +133,19 @@ class CallRow:
             return self._taken() if result is None else result
         return self._failed(result, ticket, row, seconds)
 
+    def reply(self, checked: Checked, deadline: int, version: int) -> Reply:
+        """Compute several rows that the lane's codec has checked.
+
+        Args:
+            deadline: ns of CLOCK_MONOTONIC.
+            version: of the weights; 0: the newest.
+        """
+        self.put(checked)
+        self.answer = None
+        left = (deadline - time.monotonic_ns()) / 1e9
+        outputs = self._ask(None, left, version) if version else self.ask(None, left)
+        return Reply(outputs, self.version, self.lane.codec.only)
+
     def put(self, checked: Checked) -> None:
         """Write inputs that the lane's codec has checked."""
         self.lane.codec.put(self.lane.columns, checked, 0, self.rows, self.first)
@@ -141,12 +155,12 @@ class CallRow:
         self._ticket.owner = self._ticket.sender = None  # a traceback may keep this object
         self.lane.give(self._run)
 
-    def _ask(self, row: Any, seconds: float) -> Any:
+    def _ask(self, row: Any, seconds: float, version: int = 0) -> Any:
         """Like `ask`, through the lane."""
         lane = self.lane
         if row is not None and not self._place.write(row):
             self.put(self._checked(row))
-        return self._answered(lane.ask(self.first, self.rows, seconds))
+        return self._answered(lane.ask(self.first, self.rows, seconds, version))
 
     def _checked(self, row: Any) -> Checked:
         """Return the input as the codec checked it. Raises SpecMismatch."""

@@ -125,6 +125,11 @@ class Lane:
         """The length of the longest run of free rows."""
         return self.runs.largest
 
+    @property
+    def rows_awaited(self) -> bool:
+        """Whether somebody waits for rows to become free."""
+        return bool(self._row_waiters)
+
     def take(self, n: int) -> RowRun | None:
         """Take n consecutive rows; see RowAllocator.take."""
         return self.runs.take(n)
@@ -132,12 +137,6 @@ class Lane:
     def give(self, run: RowRun) -> None:
         """Give rows back. They are free now, or once the engine has answered."""
         self.runs.give(run)
-        if self._row_waiters:
-            self._tell_row_waiters()
-
-    def put_back(self, run: RowRun) -> None:
-        """Give rows back that a call has borrowed (`runs.borrow`); see `RowAllocator.put_back`."""
-        self.runs.put_back(run)
         if self._row_waiters:
             self._tell_row_waiters()
 
@@ -170,22 +169,16 @@ class Lane:
             ticket.sender = None
         return ticket
 
-    def ask(
-        self, first: int, rows: int, seconds: float, version: int = 0, claim: weakref.ref[Any] | None = None
-    ) -> Answer:
+    def ask(self, first: int, rows: int, seconds: float, version: int = 0) -> Answer:
         """Send a request for rows already written and wait for its answer. The outputs stay while the rows are held.
-
-        Args:
-            claim: of something that lives as long as the calling method runs; None: one is made.
 
         Raises:
             Timeout: no answer in time; the rows become free when the engine has answered or is gone.
             ServerGone: the server is dead; all tickets are lost.
         """
         deadline = time.monotonic_ns() + int(seconds * 1e9)
-        if claim is None:
-            made = Claim()
-            claim = weakref.ref(made)
+        made = Claim()
+        claim = weakref.ref(made)
         brief = seconds if seconds < LOOK_AFTER else LOOK_AFTER
         ticket = self.exchange(first, rows, deadline, version, brief, claim, claim)
         try:

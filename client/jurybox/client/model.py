@@ -195,7 +195,10 @@ class Model(forks.Closing):
 
         Up to `max_batch` rows are computed by one version. For more rows, `version` is the oldest one used.
         """
-        requests, version = self.requests, version_of(version)
+        requests = self.requests
+        if version is None and (reply := requests.again(inputs, timeout)) is not None:
+            return reply
+        version = version_of(version)
         return requests.asked(lambda: requests.lane.codec.checked(inputs), timeout, version)
 
     async def infer_async(

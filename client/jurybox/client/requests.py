@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from jurybox.client.call_rows import CallRow
-from jurybox.client.in_flight import ModelLock
+from jurybox.client.in_flight import ModelLock, seconds
 from jurybox.client.lane import Lane
 from jurybox.client.pieces import Pieces
 from jurybox.client.row_allocator import RowRun
-from jurybox.client.row_codec import Checked, shaped, words
+from jurybox.client.row_codec import Checked, words
 from jurybox.client.ticket import Reply
 from jurybox.protocol import forks
-from jurybox.protocol.errors import Busy, Code, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
+from jurybox.protocol.errors import Busy, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
+from jurybox.protocol.locks import Taken
 from jurybox.protocol.spec import ModelSpec
 
 
@@ -34,7 +37,9 @@ class Requests:
         turns: the lock that serializes the model's calls.
         lane: the current lane; it may be gone, `usable` returns one that is not.
         spec, max_batch: those of the lane.
-        kept: a slot for rows that are reused from call to call. A call takes them out, and puts them back.
+        kept: a slot for rows that are reused from call to call: one row, or one for each of all sessions. A call takes
+            them out, and puts them back.
+        kept_many: the same for calls of several rows.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Requests:
         self._opened = opened
         self.turns = ModelLock(name, timeout)
         self.kept: list[CallRow] = []
+        self.kept_many: list[CallRow] = []
         self._outgrown: weakref.WeakSet[Lane] = weakref.WeakSet()  # in use until the last call on them has ended
         self._lease = lease
         self._rows = rows
@@ -141,24 +147,47 @@ class Requests:
             kept.close()
         if n is None:
             self.require_stateless()
-        run = (lane := self.usable()).take(n or 1)
+        lane = self.usable()
+        if (run := lane.take(n or 1)) is None and self._give_up(self.kept_many):
+            run = lane.take(n or 1)
         return None if run is None else CallRow(lane, run, single=n is None)
 
-    def put_back(self, kept: CallRow) -> None:
-        """Put rows back into their slot after a call. They are dropped if an engine may still write to them."""
-        lane = kept.lane
-        if not (self.kept or (lane.in_flight and lane.asked(kept.first, kept.rows))):
-            self.kept.append(kept)
+    def _taken_many(self, lane: Lane, n: int) -> CallRow | None:
+        """Like `taken_kept`, for a call of n rows: those of the call before, if it had as many."""
+        try:
+            kept = self.kept_many.pop()
+        except IndexError:
+            pass
         else:
+            if kept.rows == n and kept.lane is lane:
+                return kept
             kept.close()
+        run = lane.take(n)
+        return None if run is None else CallRow(lane, run, single=False)
+
+    def put_back(self, kept: CallRow, slot: list[CallRow] | None = None) -> None:
+        """Put rows back into their slot, by default `kept`, after a call.
+
+        They are dropped if an engine may still write to them, or somebody waits for rows.
+        """
+        lane, slot = kept.lane, self.kept if slot is None else slot
+        if slot or lane.rows_awaited or (lane.in_flight and lane.asked(kept.first, kept.rows)):
+            kept.close()
+        else:
+            slot.append(kept)
 
     def give_up_kept(self) -> bool:
         """Release the rows that are reused between calls; return False if there are none."""
+        one, many = self._give_up(self.kept), self._give_up(self.kept_many)
+        return one or many
+
+    @staticmethod
+    def _give_up(slot: list[CallRow]) -> bool:
         # Close explicitly: a traceback may still hold a reference, so collection cannot be relied on.
         found = False
-        while self.kept:
+        while slot:
             with contextlib.suppress(IndexError):
-                self.kept.pop().close()
+                slot.pop().close()
                 found = True
         return found
 
@@ -189,6 +218,29 @@ class Requests:
             for lane in (*self._outgrown, self.lane):
                 lane.close()
 
+    def again(self, inputs: Any, timeout: float | None) -> Reply | None:
+        """Compute an array of as many rows as the call before, on its rows; None: it is for `asked`. Takes the lock."""
+        slot = self.kept_many
+        if not slot or type(inputs) is not np.ndarray:
+            return None
+        try:
+            with (turns := self.turns).now:
+                try:
+                    kept = slot.pop()
+                except IndexError:  # a nested call has given them up
+                    return None
+                try:
+                    lane = kept.lane
+                    if inputs.shape[:1] != (kept.rows,) or lane is not self.lane or lane.gone is not None:
+                        return None
+                    kept.answer = None
+                    outputs = kept.ask(inputs, turns.timeout if timeout is None else seconds(timeout))
+                    return Reply(outputs, kept.version, lane.codec.only)
+                finally:
+                    self.put_back(kept, slot)
+        except (Taken, StaleLease):
+            return None
+
     def asked(self, check: Callable[[], tuple[Checked, int]], timeout: float | None, version: int) -> Reply:
         """Take the lock, check rows, send them and wait for their outputs."""
         deadline = self.turns.deadline(timeout)
@@ -207,16 +259,12 @@ class Requests:
     def answered(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Send n checked rows and wait for their outputs."""
         lane = self.roomy(n)
-        if not 0 < n <= self.max_batch or (run := lane.runs.borrow(n)) is None:
+        if not 0 < n <= self.max_batch or (rows := self._taken_many(lane, n)) is None:
             return Pieces(self, lane, given, n, deadline, version).answered()
         try:
-            lane.codec.put(lane.columns, given, 0, n, run.first)
-            answer = lane.ask(run.first, n, (deadline - time.monotonic_ns()) / 1e9, version, weakref.ref(run))
-            if answer.code != Code.OK:
-                raise lane.failure(answer, run.first, n)
-            return Reply(shaped(lane.codec.take(lane.columns, run.first, n)), answer.version, lane.codec.only)
+            return rows.reply(given, deadline, version)
         finally:
-            lane.put_back(run)
+            self.put_back(rows, self.kept_many)
 
     async def answered_async(self, given: Checked, n: int, deadline: int, version: int) -> Reply:
         """Like `answered`, in an event loop and without the lock."""
@@ -229,4 +277,4 @@ class Requests:
 
     def _after_fork_in_child(self) -> None:
         self.turns.anew()
-        self.kept = []
+        self.kept, self.kept_many = [], []

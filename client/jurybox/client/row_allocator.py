@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import warnings
@@ -50,7 +49,6 @@ class RowAllocator:
         self.lent: dict[int, InFlight] = {}
         self._taken: set[weakref.ref[RowRun]] = set()
         self._dropped = self._taken.discard  # when a run is dropped its entry goes, without code of the interpreter
-        self._spare: list[RowRun] = []  # put back, and free for `borrow`; all others free it first
         self._attempts = itertools.count()
         self._last = -1
 
@@ -62,11 +60,8 @@ class RowAllocator:
         """
         rows = n if type(n) is int and n > 0 else whole(n, "rows", 1)
         while True:
-            self._give_spare()
             attempt = self._last = next(self._attempts)
             if (first := self._fit(rows)) is None:
-                if self._spare:  # of a call that has ended meanwhile
-                    continue
                 return None
             run = RowRun(first, rows)
             self._taken.add(weakref.ref(run, self._dropped))  # from here on the rows are taken
@@ -77,24 +72,6 @@ class RowAllocator:
     def give(self, run: RowRun) -> None:
         """Free rows now, or once their tickets are settled. Has no effect if they are free already."""
         self._taken.discard(weakref.ref(run))
-
-    def borrow(self, n: int) -> RowRun | None:
-        """Take n rows for a call that ends with `put_back`: mostly the last one's, without a search. Else as `take`."""
-        try:
-            run = self._spare.pop()
-        except IndexError:
-            return self.take(n)
-        if run.rows == n and not self.lent:
-            return run
-        self.give(run)
-        return self.take(n)
-
-    def put_back(self, run: RowRun) -> None:
-        """Free the rows of a call. Only whoever borrowed them may do so, and once: others may have them since."""
-        if self.lent or self._spare:
-            self.give(run)
-        else:
-            self._spare.append(run)
 
     @property
     def free(self) -> int:
@@ -116,12 +93,6 @@ class RowAllocator:
         """Forget all runs and tickets, in a forked child: they are the parent's."""
         self.lent.clear()
         self._taken.clear()
-        self._spare.clear()
-
-    def _give_spare(self) -> None:
-        while self._spare:
-            with contextlib.suppress(IndexError):  # a nested call has borrowed them
-                self.give(self._spare.pop())  # not only dropped: a traceback may hold the object
 
     def _used(self) -> list[tuple[int, int]]:
         """Return the runs of rows in use, (first, rows), in order; they may overlap."""
@@ -149,7 +120,6 @@ class RowAllocator:
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Return the free runs, (first, length), in order."""
-        self._give_spare()
         gaps, at = [], self.first
         for first, rows in self._used():
             if first > at:

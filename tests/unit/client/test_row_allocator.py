@@ -42,20 +42,19 @@ def test_whatever_is_free_can_be_taken_and_nothing_else():
         lane, runs = RowAllocator(5, 12), []
         for number in range(12):
             first = chance.randrange(5, 17)
-            what = chance.choice(["take", "take", "borrow", "give", "put_back", "lend", "settle"])
-            if what in ("give", "put_back") and runs:
-                getattr(lane, what)(runs.pop(chance.randrange(len(runs))))
+            what = chance.choice(["take", "take", "give", "lend", "settle"])
+            if what == "give" and runs:
+                lane.give(runs.pop(chance.randrange(len(runs))))
             elif what == "lend":
                 lane.lent[number] = SimpleNamespace(first=first, rows=chance.randint(1, 17 - first))
             elif what == "settle" and lane.lent:
                 del lane.lent[chance.choice(list(lane.lent))]
             used = set().union(*map(rows, [*runs, *lane.lent.values()]))
             gaps = [len(gap) for gap in "".join(" " if row in used else "x" for row in range(5, 17)).split()]
-            if chance.random() < 0.5:  # to look frees what was put back
-                assert (lane.free, lane.largest) == (sum(gaps), max(gaps, default=0))
-            if what in ("take", "borrow"):
+            assert (lane.free, lane.largest) == (sum(gaps), max(gaps, default=0))
+            if what == "take":
                 n = chance.randint(1, 6)
-                run = getattr(lane, what)(n)
+                run = lane.take(n)
                 assert (run is not None) == (n <= max(gaps, default=0))
                 if run is not None:
                     assert run.rows == n and rows(run) <= set(range(5, 17)) - used
@@ -79,59 +78,33 @@ def test_counts_that_are_no_whole_numbers_above_zero_are_refused(n):
         whole(n if n != 0 else 8, "row", 0, 7)
 
 
-def test_rows_that_were_put_back_are_borrowed_again_and_are_free_for_all_others():
-    lane = RowAllocator(0, 4)
-    run = lane.borrow(3)
-    lane.put_back(run)
-    assert lane.borrow(3) is run
-    lane.put_back(run)
-    del run
-    assert lane.take(4).rows == 4, "others may take them"
-    lane.put_back(lane.borrow(3))
-    other = lane.borrow(2)
-    assert lane.free == 2, "of another number, they are not kept beside those"
-    lane.lent[1] = SimpleNamespace(first=other.first, rows=2)
-    lane.put_back(other)
-    assert not rows(lane.borrow(2)) & rows(other), "an engine may still write to them"
-
-
-@pytest.mark.parametrize("outer", ["take", "borrow"])
-@pytest.mark.parametrize("inner", ["take", "borrow"])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_nested_call_never_gets_rows_of_the_one_that_it_is_nested_in(keeps, outer, inner):
+def test_a_nested_call_never_gets_rows_of_the_one_that_it_is_nested_in(keeps):
     """At every instruction of the allocator: as a destructor that takes rows, and keeps them or gives them back."""
     for number in itertools.count():
         lane, nested = RowAllocator(0, 16), []
         earlier = [lane.take(2) for _ in range(3)]
-        lane.put_back(earlier[1])
+        lane.give(earlier[1])
 
         def take(lane=lane, nested=nested):
-            run = getattr(lane, inner)(2)
+            run = lane.take(2)
+            lane.lent[1] = SimpleNamespace(first=run.first, rows=2)
             if keeps:
                 nested.append(run)
-                lane.lent[1] = SimpleNamespace(first=run.first, rows=2)
-            elif inner == "borrow":
-                lane.put_back(run)
             else:
-                lane.lent[1] = SimpleNamespace(first=run.first, rows=2)
                 lane.give(run)
 
         with Moment((row_allocator.__file__,), number, take, anywhere=True) as moment:
-            mine = getattr(lane, outer)(2)
-            if outer == "borrow" and not nested and not lane.lent:
-                lane.put_back(mine)
-                mine = lane.borrow(2)
+            mine = lane.take(2)
         if not moment.fell:
             break
-        others = [earlier[0], earlier[2], *nested, *lane.lent.values()]
+        others = [earlier[0], earlier[2], *nested, lane.lent[1]]
         assert not any(rows(mine) & rows(other) for other in others), number
-        assert len(set().union(rows(mine), *map(rows, others))) == (8 if lane.lent else 6)
-        assert lane.free == 16 - len(set().union(rows(mine), *map(rows, others)))
-    assert number > (30 if outer == "take" else 8)
+        assert len(set().union(rows(mine), *map(rows, others))) == 8
+    assert number > 30
 
 
-@pytest.mark.parametrize(("take", "give"), [("take", "give"), ("borrow", "put_back")])
-def test_ctrl_c_in_any_place_loses_no_rows(take, give):
+def test_ctrl_c_in_any_place_loses_no_rows():
     def interrupt():
         raise KeyboardInterrupt
 
@@ -139,8 +112,8 @@ def test_ctrl_c_in_any_place_loses_no_rows(take, give):
     for number in itertools.count():
         with Moment((row_allocator.__file__,), number, interrupt) as moment:
             try:
-                mine = getattr(lane, take)(2)
-                getattr(lane, give)(mine)
+                mine = lane.take(2)
+                lane.give(mine)
             except KeyboardInterrupt:
                 pass
         mine = None
