@@ -1,12 +1,16 @@
 """What further engines add on each way to a server: rows per second of clients in a closed loop.
 
-``python -m benchmarks.engines [--engines 1,2,4] [--seconds 3] [--rounds 3]`` takes six minutes and prints a table.
+``python -m benchmarks.engines [--engines 1,2,4] [--seconds 3] [--rounds 3]`` takes six minutes and prints a table;
+``python -m benchmarks.engines --network [--ways tcp] [--clients 1 4 16]`` the same of a small network.
 
 The model sleeps for 5 ms and 1 ms for each row, as an engine does while its device computes, so engines do not share
 cores, and the most is known: `CLIENTS` rows in equal batches on all engines, without a pause. The ways with one row per
 request have eight clients, each a process; `juror` is eight threads that share a `Juror`, as in a reward server, and
 `juror, 64 rows` a single thread whose calls have 64 rows, as in a trainer that scores a whole batch. Servers take turns
-in every round.
+in every round. The small network (two hidden layers of 64 units) needs the cores, so the most is not known, and what is
+told is the median of the rounds' ratios to the first number of engines, with the lowest and the highest; and the CPU
+time of a row, of all processes, which says the same on a machine that others use, too: on busy cores the rate is one
+over it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 import numpy as np
 
+from benchmarks.serving.machine import between, read
 from jurybox.client import connect
 from jurybox.client.rewards import Juror
 from jurybox.protocol import TensorSpec
@@ -62,6 +68,16 @@ def sleeping() -> ServedModel:
     return ServedModel(Sleeping(), {"x": TensorSpec("float32", (WIDTH,))}, {"y": TensorSpec("float32", ())})
 
 
+def network() -> ServedModel:
+    """Create a small network."""
+    from torch import nn
+
+    from jurybox.server.models import ServedModel
+
+    layers = nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1), nn.Flatten(0)
+    return ServedModel(nn.Sequential(*layers), {"x": TensorSpec("float32", (WIDTH,))}, {"y": TensorSpec("float32", ())})
+
+
 class Place(NamedTuple):
     """Where a server listens."""
 
@@ -74,8 +90,9 @@ class Place(NamedTuple):
 class Served:
     """A server with some engines, for a ``with`` statement."""
 
-    def __init__(self, engines: int) -> None:
+    def __init__(self, engines: int, factory: str = "sleeping") -> None:
         self.engines = engines
+        self._factory = f"benchmarks.engines:{factory}"
         self._stack = ExitStack()
 
     def __enter__(self) -> Served:
@@ -89,7 +106,7 @@ class Served:
             "threads = 1",
         ]
         lines += [f'{way} = "127.0.0.1:0"' for way in ("http", "grpc", "tcp")]
-        lines += ["[models.m]", 'factory = "benchmarks.engines:sleeping"', f"max_batch = {BATCH}", "rows = 2048"]
+        lines += ["[models.m]", f'factory = "{self._factory}"', f"max_batch = {BATCH}", "rows = 2048"]
         (folder / "server.toml").write_text("\n".join(lines))
         command = [sys.executable, "-m", "jurybox.server.cli", "serve", str(folder / "server.toml")]
         log = self._stack.enter_context((folder / "log").open("w"))
@@ -171,27 +188,33 @@ def loop(ask: Ask, rows: int, number: int, counts: Any, ready: Any, stop: Any) -
         raise
 
 
-def measured(clients: list[Any], counts: Any, ready: Any, stop: Any, seconds: float) -> float:
-    """Start the clients, and return their rows per second. Raises BrokenBarrierError if one of them failed."""
+def measured(clients: list[Any], counts: Any, ready: Any, stop: Any, seconds: float) -> tuple[float, float]:
+    """Start the clients; return their rows per second, and the CPU time of a row in us, also of the servers.
+
+    Raises:
+        BrokenBarrierError: a client failed.
+    """
     for client in clients:
         client.start()
     try:
         ready.wait(START)
         time.sleep(0.5)
-        before, began = sum(counts), time.monotonic()
+        before, first = sum(counts), read()
         time.sleep(seconds)
-        return float((sum(counts) - before) / (time.monotonic() - began))
+        rows, last = sum(counts) - before, read()
+        used = between(first, last, set())
+        return float(rows / used.seconds), 1e6 * used.server / max(1, rows)
     finally:
         stop.set()
         for client in clients:
             client.join(START)
 
 
-def rate(way: str, place: Place, seconds: float) -> float:
-    """Return the rows per second of `CLIENTS` processes."""
+def rate(way: str, place: Place, seconds: float, n: int = CLIENTS) -> tuple[float, float]:
+    """Return the rows per second of n processes, and the CPU time of a row."""
     spawn = multiprocessing.get_context("spawn")
-    counts, ready, stop = spawn.Array("Q", CLIENTS), spawn.Barrier(CLIENTS + 1), spawn.Event()
-    clients = [spawn.Process(target=work, args=(way, place, i, counts, ready, stop)) for i in range(CLIENTS)]
+    counts, ready, stop = spawn.Array("Q", n), spawn.Barrier(n + 1), spawn.Event()
+    clients = [spawn.Process(target=work, args=(way, place, i, counts, ready, stop)) for i in range(n)]
     return measured(clients, counts, ready, stop, seconds)
 
 
@@ -207,9 +230,25 @@ def juror_rate(threads: int, rows: int, place: Place, seconds: float) -> float:
 
     clients = [threading.Thread(target=loop, args=(ask, rows, i, counts, ready, stop)) for i in range(threads)]
     try:
-        return measured(clients, counts, ready, stop, seconds)
+        return measured(clients, counts, ready, stop, seconds)[0]
     finally:
         juror.close()
+
+
+def of_a_network(engines: list[int], ways: list[str], clients: list[int], seconds: float, rounds: int) -> None:
+    """Print the table of the small network."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Served(number, "network")) for number in engines]
+        titles = [f"{number} engine{'s' if number > 1 else ''}" for number in engines]
+        print(f"| medians of {rounds} | clients | " + " | ".join(titles) + " |\n" + "| --- " * (len(engines) + 2) + "|")
+        for way, n in itertools.product(ways, clients):
+            found = [[rate(way, served.place, seconds, n) for served in servers] for _ in range(rounds)]
+            for what, at in ((f"{way}, rows/s", 0), (f"{way}, CPU us a row", 1)):
+                cells = [f"{statistics.median(each[at] for each in side):,.0f}" for side in zip(*found, strict=True)]
+                for number in range(1, len(engines)):
+                    ratios = sorted(each[number][at] / each[0][at] for each in found)
+                    cells[number] += f" ({statistics.median(ratios):.2f}; {ratios[0]:.2f} to {ratios[-1]:.2f})"
+                print(f"| {what} | {n} | " + " | ".join(cells) + " |", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -217,11 +256,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--engines", default="1,2,4", help="numbers of engines")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--network", action="store_true", help="serve a small network, which needs the cores")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["tcp"], help="to the network")
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16], help="of the network")
     options = parser.parse_args(argv)
     engines = [int(number) for number in options.engines.split(",")]
+    if options.network:
+        of_a_network(engines, options.ways, options.clients, options.seconds, options.rounds)
+        return
     # The rows in flight, and what measures them.
     rows: dict[str, tuple[int, Callable[[Place], float]]] = {
-        way: (CLIENTS, lambda place, way=way: rate(way, place, options.seconds))
+        way: (CLIENTS, lambda place, way=way: rate(way, place, options.seconds)[0])
         for way in WAYS  # type: ignore[misc]
     }
     rows["juror"] = CLIENTS, lambda place: juror_rate(CLIENTS, 1, place, options.seconds)

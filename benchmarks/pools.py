@@ -1,11 +1,13 @@
 """A served policy beside the same policy in the loop, with environments that step as one: EnvPool's, or Gymnasium's.
 
-    python -m benchmarks.pools [--envs 16 64 256] [--kinds envpool gymnasium] [--seconds 3] [--rounds 5]
+    python -m benchmarks.pools [--envs 16 64 256] [--kinds envpool gymnasium] [--seconds 0.5] [--rounds 20]
 
 CartPole, a network of two hidden layers of 64 units, and one request for all environments in each step; nothing is
-learned. Sides take turns, and what is told is env steps a second of the wall, and the ratio of the medians: what a
-policy for others costs a loop that could compute it itself. EnvPool (`pip install envpool`) steps in C++ threads of its
-own; Gymnasium's CartPole of NumPy arrays is as cheap a step.
+learned. Sides take turns, and what is told is env steps a second of the wall, and the median of the rounds' ratios:
+what a policy for others costs a loop that could compute it itself. EnvPool (`pip install envpool`) steps in C++ threads
+of its own; Gymnasium's CartPole of NumPy arrays is as cheap a step. EnvPool has a second row, in halves: it steps one
+half of the environments while the policy is asked for the other, in the loop as from the server. Windows are short,
+since other programs disturb two processes more than one: how many cores they used is told, too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.serving.machine import between, read
 from jurybox.client import connect
 from jurybox.protocol import TensorSpec
 from jurybox.server.models import ServedModel
@@ -40,12 +43,13 @@ def policy() -> ServedModel:
     return ServedModel(nn.Sequential(*layers), *spec)
 
 
-def made(kind: str, envs: int) -> Any:
-    """CartPoles that step together, with Gymnasium's interface of vector environments."""
+def made(kind: str, envs: int, *, halves: bool = False) -> Any:
+    """CartPoles that step together, or in halves, with Gymnasium's interface of vector environments."""
     if kind == "envpool":
         import envpool
 
-        return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=envs, seed=0)
+        batch = envs // 2 if halves else envs
+        return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=envs, batch_size=batch, seed=0)
     import gymnasium
 
     return gymnasium.make_vec("CartPole-v1", num_envs=envs, vectorization_mode="vector_entry_point")
@@ -61,9 +65,25 @@ def rate(env: Any, logits: Chooses, envs: int, seconds: float) -> float:
     return steps / spent
 
 
-def measured(kind: str, envs: int, seconds: float, rounds: int) -> str:
+def rate_of_halves(env: Any, logits: Chooses, envs: int, seconds: float) -> float:
+    """The same of an EnvPool that steps one half while the other half's actions are computed."""
+    rng, steps = np.random.default_rng(0), 0
+    env.async_reset()
+    began = time.monotonic()
+    while (spent := time.monotonic() - began) < seconds:
+        observation, _, _, _, info = env.recv()
+        action = (logits(observation) + rng.gumbel(size=(envs // 2, 2))).argmax(1)
+        env.send(action, info["env_id"])
+        steps += envs // 2
+    for _ in range(2):  # the next reset is of environments that do not step
+        env.recv()
+    return steps / spent
+
+
+def measured(kind: str, envs: int, seconds: float, rounds: int, *, halves: bool = False) -> str:
     """A row of the table."""
-    env, network = made(kind, envs), policy().module
+    env, network, batch = made(kind, envs, halves=halves), policy().module, envs // 2 if halves else envs
+    of = rate_of_halves if halves else rate
 
     def in_the_loop(observation: Any) -> Any:
         with torch.inference_mode():
@@ -75,41 +95,48 @@ def measured(kind: str, envs: int, seconds: float, rounds: int) -> str:
         served_models(models, log=Path(folder) / "server.log") as served,
         connect(served.address) as server,
     ):
-        model = server.model(served.names["policy"], rows=envs)
+        model = server.model(served.names["policy"], rows=batch)
         sides: dict[str, Chooses] = {
-            "none": lambda observation: np.zeros((envs, 2)),
+            "none": lambda observation: np.zeros((batch, 2)),
             "in the loop": in_the_loop,
             "served": model.infer,
         }
         found: dict[str, list[float]] = {side: [] for side in sides}
         for logits in sides.values():
-            rate(env, logits, envs, seconds / 5)  # warms up
+            of(env, logits, envs, seconds / 5)  # warms up
+        first = read()
         for _ in range(rounds):
             for side, logits in sides.items():
-                found[side].append(rate(env, logits, envs, seconds))
+                found[side].append(of(env, logits, envs, seconds))
+        others = between(first, read(), set()).others
     env.close()
-    none, own, theirs = (statistics.median(each) for each in found.values())
     ratios = sorted(b / a for a, b in zip(found["in the loop"], found["served"], strict=True))
-    cells = [kind, str(envs), *(f"{each:,.0f}" for each in (none, own, theirs))]
-    return "| " + " | ".join([*cells, f"{theirs / own:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"]) + " |"
+    cells = [f"{kind}, in halves" if halves else kind, str(envs)]
+    cells += [f"{statistics.median(each):,.0f}" for each in found.values()]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return "| " + " | ".join([*cells, f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{others:.1f}"]) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", nargs="+", type=int, default=[16, 64, 256])
     parser.add_argument("--kinds", nargs="+", choices=["envpool", "gymnasium"], default=["envpool", "gymnasium"])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a window")
+    parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print("| environments | of them | no policy, env steps / s | in the loop | served | served / in the loop |")
-    print("|---" * 6 + "|")
+    print(
+        "| environments | of them | no policy, env steps / s | in the loop | served | served / in the loop "
+        "(middle half) | cores of others |"
+    )
+    print("|---" * 7 + "|")
     for kind in given.kinds:
         if importlib.util.find_spec(kind) is None:
             print(f"{kind} is not installed")
             continue
         for envs in given.envs:
-            print(measured(kind, envs, given.seconds, given.rounds), flush=True)
+            for halves in (False, True)[: 1 + (kind == "envpool")]:
+                print(measured(kind, envs, given.seconds, given.rounds, halves=halves), flush=True)
 
 
 if __name__ == "__main__":
