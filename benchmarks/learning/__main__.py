@@ -196,8 +196,9 @@ def rates_table() -> str:
     """Env steps a second and seconds to the score of every side, by both clocks, with the rates over SB3's."""
     rows = known(_RATES)
     clocks = "env steps / {0} s (of SB3's) | later half | {0} s to the score"
-    lines = [f"| task | env steps | side | runs | {' | '.join(clocks.format(clock) for clock in _CLOCKS)} |"]
-    lines.append("|---" * 10 + "|")
+    titles = " | ".join(clocks.format(clock) for clock in _CLOCKS)
+    lines = [f"| task | env steps | side | runs | {titles} | CPU ms an update, later half, all else in it |"]
+    lines.append("|---" * 11 + "|")
     for name, steps in sorted({(row["task"], int(row["steps"])) for row in rows}):
         of = {side: [row for row in rows if _is(row, name, side) and int(row["steps"]) == steps] for side in _SIDES}
         for side, found in of.items():
@@ -213,6 +214,8 @@ def rates_table() -> str:
                 cells.append(f"{_median(found, f'{clock}_to_score'):.1f}" if reached else "-" if cells[-1] else "")
                 if 0 < reached < len(found):
                     cells[-1] += f" ({reached} of {len(found)} reached it)"
+            later = _median(found, "CPU_later_half")
+            cells.append(f"{2000 * later / (steps * TASKS[name].updates):.2f}" if later else "")
             lines.append("| " + " | ".join(cells) + " |")
     versions = sorted({row["versions"] for row in rows})
     return "\n".join([*lines, "", f"{date.today()}; {'; '.join(versions)}. Medians."])

@@ -31,9 +31,9 @@ def flags(task: Task, seed: int) -> list[str]:
     units = told.pop("hidden", [64, 64] if task.algorithm == "ppo" else [256, 256])
     if task.algorithm not in _UNITS or units != _UNITS[task.algorithm]:
         raise ValueError(f"{task.algorithm} of {units} units: expected one of {_UNITS}, which CleanRL's scripts have")
-    found = ["--no-cuda", f"--seed={seed}", f"--env-id={task.env}", f"--total-timesteps={task.steps}"]
+    found = ["--no-cuda", f"--seed={seed}", f"--env-id={_named(task)}", f"--total-timesteps={task.steps}"]
     found += [f"--num-envs={task.envs}", f"--gamma={told.pop('gamma', 0.99)}"]
-    rate, batch = told.pop("learning_rate", 3e-4), told.pop("batch_size")
+    rate, batch = told.pop("learning_rate", 3e-4), told.pop("batch_size", 64 if task.algorithm == "ppo" else 256)
     if task.algorithm == "ppo":
         steps = told.pop("n_steps")
         found += [
@@ -53,6 +53,11 @@ def flags(task: Task, seed: int) -> list[str]:
     return found
 
 
+def _named(task: Task) -> str:
+    """The task's environment in the Gymnasium that CleanRL's scripts need: 0.29 has no v5 of MuJoCo's."""
+    return task.env.replace("Cheetah-v5", "Cheetah-v4")
+
+
 def run(task: Task, seed: int, episodes: int) -> dict[str, Any]:
     """Train; returns what `Clock.told` does."""
     import gymnasium
@@ -61,7 +66,7 @@ def run(task: Task, seed: int, episodes: int) -> dict[str, Any]:
 
     given = flags(task, seed)
     torch.set_num_threads(1)
-    seeds, env, every = evaluation_seeds(seed, episodes), gymnasium.make(task.env), task.steps // EVALUATIONS
+    seeds, env, every = evaluation_seeds(seed, episodes), gymnasium.make(_named(task)), task.steps // EVALUATIONS
     script = find_spec(_SCRIPTS[task.algorithm])
     if script is None or script.origin is None:
         raise ModuleNotFoundError(f"no {_SCRIPTS[task.algorithm]}: put a checkout of CleanRL on this Python's path")

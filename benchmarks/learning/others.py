@@ -39,7 +39,7 @@ def run(side: str, task: Task, seed: int, episodes: int) -> dict[str, Any]:
     told = {name: _falling(value) if isinstance(value, str) else value for name, value in given.items()}
     if "hidden" in told:
         told["policy_kwargs"] = {"net_arch": told.pop("hidden")}
-    kind, policy = getattr(library, task.algorithm.upper()), "MlpPolicy"
+    kind, policy = getattr(library, task.algorithm.upper()), "CnnPolicy" if task.pictures else "MlpPolicy"
     if task.recurrent:
         kind, policy = import_module("sb3_contrib").RecurrentPPO, "MlpLstmPolicy"
         told["policy_kwargs"]["lstm_hidden_size"] = told.pop("hidden_size")

@@ -32,6 +32,18 @@ class Task:
     def recurrent(self) -> bool:
         return "recurrent" in self.settings
 
+    @property
+    def pictures(self) -> bool:
+        return self.env.endswith(":pong")
+
+    @property
+    def updates(self) -> float:
+        """Optimiser steps for an env step: SAC, TD3 and PPO as they are by default, DQN as Stable-Baselines3's."""
+        told = self.settings.get
+        if self.algorithm == "ppo":
+            return float(told("n_epochs", 10) / told("batch_size", 64))
+        return float(told("gradient_steps", 1) / told("train_freq", 4 if self.algorithm == "dqn" else 1))
+
     def short(self, steps: int) -> Task:
         """Return it with so many env steps, in which no score is expected; 0: as it is."""
         return replace(self, steps=steps, score=None) if steps else self
@@ -100,6 +112,21 @@ TASKS = {
         },
         envs=8,
         score=200.0,
+    ),
+    # The Zoo's for Atari, of few steps: nobody learns Pong in them.
+    "pong-ppo": Task(
+        "benchmarks.learning.worlds:pong",
+        "ppo",
+        80 * 128,
+        {
+            "n_steps": 128,
+            "batch_size": 256,
+            "n_epochs": 4,
+            "learning_rate": 2.5e-4,
+            "clip_range": 0.1,
+            "ent_coef": 0.01,
+        },
+        envs=8,
     ),
     "cheetah-sac": Task("HalfCheetah-v5", "sac", 3000, {}),  # SAC's own settings: 256 x 256 units, batches of 256
 }
