@@ -198,10 +198,10 @@ class Bench:
         """From now on, every part stands in a clock."""
         engine, process = self.engine, self.process
         owner: Any
-        for owner, name in ((engine, "_admission"), (engine, "_tracker")):
+        slot = self.slot
+        for owner, name in ((engine, "_admission"), (engine, "_tracker"), (slot, "cost")):
             setattr(owner, name, _Stand(getattr(owner, name)))
         engine._batches._tracker = engine._tracker
-        slot = self.slot
         roots = {"queue": slot.queue, "served": self.served, "counters": slot.counters, "cost": slot.cost}
         for part, path in PARTS:
             *owners, name = path.split(".")
