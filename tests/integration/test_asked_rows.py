@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import warnings
 
 import numpy as np
@@ -651,3 +652,25 @@ def test_a_call_that_was_late_gives_its_rows_to_no_later_one(client):
     with pytest.raises(Timeout):
         model.infer(good, timeout=0.0)
     np.testing.assert_array_equal(model.infer(good), good + 1)
+
+
+def test_rows_of_several_callers_are_one_ticket_or_none_if_one_does_not_fit(client):
+    model, until = client.model("affine", rows=8), time.monotonic_ns() + 10**11
+    parts = [({"observation": X[:2]}, 2), ({"observation": X[2:3]}, 1)]
+    ticket = model.submit_parts(parts, until, 0)
+    np.testing.assert_array_equal(ticket.result().outputs, 2 * X[:3] + 1)
+    seen = model.submit_parts(parts, until, 0, 20.0)
+    if not isinstance(seen, tuple):  # over a network nothing is waited for
+        seen.result()
+        seen = seen.seen()
+    np.testing.assert_array_equal(seen[0]["action"], 2 * X[:3] + 1)
+    del ticket, seen
+    for other in (
+        [*parts, ({"observation": X[:1].astype(np.float64)}, 1)],
+        [*parts, ({"observation": X[:2]}, 1)],
+        [*parts, ({"observation": X[0]}, 1)],
+        [({"observation": X[:9]}, 9)],
+    ):
+        assert model.submit_parts(other, until, 0) is None
+        assert not model.requests.lane.in_flight and model.requests.lane.free == 8
+    np.testing.assert_array_equal(model.submit_parts(parts, until, 0).result().outputs, 2 * X[:3] + 1)
