@@ -58,6 +58,16 @@ def test_a_number_sent_again_with_other_rows_is_refused_and_leaves_no_row_busy()
     assert len(list(held.answers(lambda *_: True))) == 1
 
 
+@pytest.mark.parametrize("arrive", [(1, 2), (2, 1)])
+def test_a_tickets_answer_goes_to_its_clients_newest_connection_in_whichever_order_they_are_read(arrive):
+    held = RelayedTickets(Lane(), b"owner", b"the call", Lease(), 0, 8)
+    for incarnation in arrive:
+        sent = ticket(5, 0, 4)._replace(sender=b"connection %d" % incarnation, incarnation=incarnation)
+        held.submit(sent, frames(4))
+    ((sender, *_),) = held.answers()
+    assert sender == b"connection 2"
+
+
 def test_an_answers_text_always_fits_a_frame():
     head(ticket(1, 0, 1), Code.MODEL_FAILED, "half \ud800 a pair").decode("latin-1")
     assert len(head(ticket(1, 0, 1), Code.MODEL_FAILED, "é" * 1_000_000)) < 5000

@@ -193,8 +193,10 @@ class RelayedTickets:
                     f"came first, {ticket.rows} from row {first} now; a number is for one request",
                     Code.MALFORMED,
                 )
-            # Its client lost the connection and sends the ticket again: the answer goes to the new connection.
-            self._in_flight[ticket.sequence] = (ticket, known[1])
+            # Its client lost the connection and sends the ticket again: the answer goes to the newest connection, also
+            # if what was sent over an earlier one arrives last.
+            if ticket.incarnation >= known[0].incarnation:
+                self._in_flight[ticket.sequence] = (ticket, known[1])
             return
         if any(self._busy[first:end]):
             raise Error("some of these rows belong to a ticket that is not answered yet", Code.BUSY)
