@@ -84,12 +84,13 @@ def reachable(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(params=["shm", "zmq", pytest.param("libzmq", marks=pytest.mark.runs), "tcp", "grpc"])
+@pytest.fixture(params=["shm", "zmq", pytest.param("libzmq", marks=pytest.mark.runs), "tcp", "libtcp", "grpc"])
 def client(request, reachable, monkeypatch):
-    """A connection over each transport; "libzmq" as where the native core is missing."""
+    """A connection over each transport; "lib": as where the native core is missing, or with CURVE."""
     way = request.param.removeprefix("lib")
     if way != request.param:
-        monkeypatch.setattr("jurybox.client.transports.zmq.can_dial", lambda address: False)
+        for module in ("transports.zmq", "remote.tcp_link"):
+            monkeypatch.setattr(f"jurybox.client.{module}.can_dial", lambda address: False)
     local = way in ("shm", "zmq")
     where = reachable.address if local else f"{way}://{reachable.listening(way)}"
     with connect(where, transport=way if local else "auto", timeout=60) as connection:

@@ -218,7 +218,7 @@ def test_a_ticket_is_answered_or_refused_at_once_wherever_a_nested_call_asks_for
     model = client.model("affine", rows=8)
     x = np.ones((2, 4), np.float32)
     carriers = tuple(f"{CODE[0]}/{folder}" for folder in ("remote", "transports"))
-    stride = {"tcp": 13, "grpc": 53}.get(request.node.callspec.params["client"], 23)
+    stride = {"tcp": 13, "libtcp": 13, "grpc": 53}.get(request.node.callspec.params["client"], 23)
     for number in itertools.count(0, stride):
         tickets = {scale: model.submit(scale * x) for scale in (1, 3)}
 

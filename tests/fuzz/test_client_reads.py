@@ -52,7 +52,7 @@ def test_any_answer_on_the_control_transport(context, examples):
 @pytest.mark.parametrize("examples", [100, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_any_answer_of_a_relay(context, examples):
     rows = RowsHere(SPEC, 4)
-    connection = Connection(context, "inproc://nobody", None)
+    connection = Connection.over_libzmq(context, "inproc://nobody", None)
     transport = TcpTransport(connection, rows, 1)
     head = st.builds(
         wire.PACK_REPLY.pack, st.one_of(st.just(5), U64), U64, st.one_of(st.just(1), U64), st.sampled_from([0, 1, 99])

@@ -20,8 +20,8 @@ from tests.serving import wait_until
 from jurybox import native
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.link import RowsHere
-from jurybox.client.remote.connection import DirectConnection
-from jurybox.client.remote.tcp import DirectTcpTransport
+from jurybox.client.remote.connection import Connection
+from jurybox.client.remote.tcp import TcpTransport
 from jurybox.client.transports import zmq as libzmq
 from jurybox.client.transports.direct import DirectCaller, DirectEngine, dial
 from jurybox.client.transports.transport import NOT_ANSWERED, RowPlace
@@ -170,7 +170,7 @@ def impatient(monkeypatch):
 
 def test_a_server_that_never_shakes_hands_is_gone(impatient):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        connection = DirectConnection(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        connection = Connection.direct(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
         assert connection.server_lives(), "it may still come"
         wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
         connection.close()
@@ -178,7 +178,7 @@ def test_a_server_that_never_shakes_hands_is_gone(impatient):
 
 def test_a_connection_that_ended_before_anybody_looked_at_it_is_reopened(router, impatient):
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    connection = DirectConnection(f"tcp://127.0.0.1:{port}")
+    connection = Connection.direct(f"tcp://127.0.0.1:{port}")
     wait_until(lambda: (connection.link.look(), connection.link.ready)[1], 20, "it stands")
     time.sleep(0.4)  # longer than a server that is gone is waited for
     connection.link.close()
@@ -188,7 +188,7 @@ def test_a_connection_that_ended_before_anybody_looked_at_it_is_reopened(router,
 
 def test_a_connection_that_ended_is_reopened_and_its_requests_get_errors(router):
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    connection = DirectConnection(f"tcp://127.0.0.1:{port}")
+    connection = Connection.direct(f"tcp://127.0.0.1:{port}")
     link = connection.link
     link.send(1, (PREFIX + bytes(64),))
     wait_until(lambda: (connection.server_lives(), router.poll(10))[1], 20, "it stands")
@@ -219,10 +219,10 @@ def test_a_connection_that_ended_is_reopened_and_its_requests_get_errors(router)
 
 
 def test_a_host_that_vanished_is_noticed_while_an_answer_is_waited_for(router, monkeypatch):
-    monkeypatch.setattr("jurybox.client.remote.connection._BEAT_MS", 50)
-    monkeypatch.setattr("jurybox.client.remote.connection._SILENCE_MS", 1000)
+    monkeypatch.setattr("jurybox.client.remote.connection.BEAT_MS", 50)
+    monkeypatch.setattr("jurybox.client.remote.connection.SILENCE_MS", 1000)
     front = ZmtpListener("127.0.0.1:0", 1 << 20)
-    connection = DirectConnection(f"tcp://{front.bound}")
+    connection = Connection.direct(f"tcp://{front.bound}")
     connection.link.send(1, (PREFIX + bytes(64),))
     wait_until(lambda: connection.server_lives() and front.receive(len), 20, "it stands")
     life = connection.incarnation
@@ -242,10 +242,10 @@ SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("floa
 
 def connected(router):
     """A transport with an open connection to a substitute for the relay."""
-    connection = DirectConnection(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+    connection = Connection.direct(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
     rows = RowsHere(SPEC, 4)
     wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it stands")
-    return connection, rows, DirectTcpTransport(connection, rows, LEASE)
+    return connection, rows, TcpTransport(connection, rows, LEASE)
 
 
 def row_place(connection, rows):

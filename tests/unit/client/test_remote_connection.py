@@ -1,14 +1,20 @@
 """The state of a connection to a tcp:// server is known at every moment."""
 
+import contextlib
+import os
 import socket
 import time
 
 import pytest
 import zmq
+from tests.moments import each_moment
 from tests.serving import wait_until
 
 from jurybox.client import ServerGone, connect
+from jurybox.client.remote import zmq_socket
 from jurybox.client.remote.connection import Connection
+from jurybox.protocol.scoreboard import EngineState
+from jurybox.protocol.wire import PACK_REPLY, PREFIX
 
 
 @pytest.fixture
@@ -25,7 +31,7 @@ def impatient(monkeypatch):
 
 def test_a_server_that_ends_before_the_connection_is_open_is_gone(context, impatient):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and sends nothing
-        connection = Connection(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", None)
+        connection = Connection.over_libzmq(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", None)
         assert connection.server_lives(), "it may still come"
         wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
         connection.close()
@@ -33,8 +39,9 @@ def test_a_server_that_ends_before_the_connection_is_open_is_gone(context, impat
 
 def test_an_idle_connection_stays_open(context, impatient):
     router = context.socket(zmq.ROUTER)
-    connection = Connection(context, "tcp://127.0.0.1:{}".format(router.bind_to_random_port("tcp://127.0.0.1")), None)
-    connection.socket.send(b"hello")
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    connection = Connection.over_libzmq(context, f"tcp://127.0.0.1:{port}", None)
+    connection.link.send(1, (b"hello",))
     assert router.poll(20_000), "it stands now"
     wait_until(connection.server_lives, 20, "its handshake is noticed")
     time.sleep(0.5)
@@ -51,3 +58,167 @@ def test_a_connection_to_this_host_says_that_it_waits_where_nothing_listens(monk
     with pytest.raises(ServerGone, match=f"within 1.0 s: .*; nothing listens on {where}$"):
         connect(f"tcp://{where}", timeout=1.0)
     assert caplog.text.count(f"waiting up to 1.0 s for a server at tcp://{where}; nothing listens") == 1
+
+
+@pytest.fixture
+def stood(context):
+    """A connection over libzmq that stands, and what has its other end."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.RCVTIMEO, 20_000)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    connection = Connection.over_libzmq(context, f"tcp://127.0.0.1:{port}", None)
+    wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it stands")
+    yield connection, router
+    connection.close()
+    router.close(linger=0)
+
+
+def answered(router, number):
+    """Answer the next message with two frames."""
+    router.send_multipart((router.recv_multipart()[0], PREFIX + PACK_REPLY.pack(number, 1, 1, 0), b"out"))
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+class Entered:
+    """A socket within whose method of this name something else happens first, as within pyzmq a signal handler."""
+
+    def __init__(self, socket, name, action) -> None:
+        self._socket, self._name, self._action = socket, name, action
+
+    def __getattr__(self, name):
+        def entered(*args, **options):
+            self._name = ""
+            self._action()
+            return method(*args, **options)
+
+        method = getattr(self._socket, name)
+        return entered if name == self._name else method
+
+
+def test_an_answer_stays_until_it_is_settled(stood):
+    connection, router = stood
+    link = connection.link
+    assert link.send(5, (b"five", b"row")) and link.holds(5) and not link.holds(6)
+    answered(router, 5)
+    for _ in range(2):
+        ((number, (_, out)),) = link.answers(20.0)
+        assert (number, bytes(out)) == (5, b"out") and link.holds(5)
+    link.settled(5)
+    assert not link.answers(0) and not link.holds(5)
+
+
+def test_an_exchange_leaves_the_answers_to_others(stood):
+    connection, router = stood
+    link = connection.link
+    link.send(5, (b"five",))
+    answered(router, 5)
+    assert link.exchange(6, (b"six",), 0.01) is None and link.holds(6)
+    assert [number for number, _ in link.answers(0)] == [5]
+    answered(router, 6)
+    wait_until(lambda: len(link.answers(0)) == 2, 20, "both came")
+
+
+def test_a_call_within_a_message_replaces_the_connection_and_does_not_wait_for_it(stood):
+    """Half a message may be in the socket: what is sent next would become its other half."""
+    connection, router = stood
+    link, life = connection.link, connection.incarnation
+    link._socket = Entered(link._socket, "send_multipart", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        link.send(5, (b"five",))
+    assert link.torn and not link.send(6, (b"six",))
+    connection.mend()
+    assert connection.link is not link and link.broken and not link.holds(5)
+    assert (connection.incarnation, connection.engines["state"][0]) == (life + 1, EngineState.SERVING)
+    assert not link.send(6, (b"six",)) and link.exchange(6, (b"six",), 1.0) is None and not link.answers(0)
+    connection.link.send(7, (b"seven",))
+    wait_until(lambda: router.recv_multipart()[1] == b"seven", 20, "the next one is open")
+    kept = connection.link
+    connection.mend()
+    assert connection.link is kept
+
+
+CALLS = {
+    ("_socket", "send_multipart"): lambda link: link.send(6, (b"six", b"row")),
+    ("_socket", "recv_multipart"): lambda link: link.answers(0),
+    ("_socket", "poll"): lambda link: link.answers(0.01),
+    ("_events", "poll"): lambda link: link.look(),
+}
+
+
+@pytest.mark.parametrize("end", [lambda: None, interrupt], ids=["returns", "is interrupted"])
+@pytest.mark.parametrize("where", CALLS, ids=".".join)
+def test_a_socket_stays_open_until_no_call_is_within_it(stood, where, end):
+    """Else pyzmq would go on in freed memory, or in the next socket, which then lost answers and got half messages."""
+    connection, _ = stood
+    link, first, open_within = connection.link, connection.link._socket, []
+
+    def nested():
+        connection.close()
+        connection._dial()
+        open_within.append(not first.closed)
+        end()
+
+    setattr(link, where[0], Entered(getattr(link, where[0]), where[1], nested))
+    with contextlib.suppress(KeyboardInterrupt):
+        CALLS[where](link)
+    assert open_within[0] and first.closed
+    assert connection.link is not link and not connection.link.broken
+
+
+def test_ctrl_c_anywhere_within_a_call_keeps_no_socket_open(stood):
+    connection, _ = stood
+    fell = 0
+    for moment in each_moment((zmq_socket.__file__, contextlib.__file__), interrupt):
+        connection._dial()
+        link = connection.link
+        with contextlib.suppress(KeyboardInterrupt), moment:
+            link.send(6, (b"six", b"row"))
+            link.answers(0.001)
+        link.close()
+        assert link._socket.closed
+        fell += moment.fell
+    assert fell > 20
+
+
+def test_a_connection_that_was_opened_while_another_was_is_closed_when_it_is_replaced(stood):
+    connection, _ = stood
+    opens, opened = connection._open, []
+
+    def nested(attempt):
+        connection._open = opens
+        connection._dial()
+        opened.append(connection.link)
+        return opens(attempt)
+
+    connection._open = nested
+    connection._dial()
+    assert connection.link is not opened[0] and opened[0].broken and not connection.link.broken
+
+
+def test_a_forked_childs_end_leaves_the_parents_connection_over_libzmq(stood):
+    connection, router = stood
+    if (child := os.fork()) == 0:
+        connection.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    connection.link.send(5, (b"five",))
+    answered(router, 5)
+    assert connection.link.answers(20.0)
+
+
+def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothing_over_tcp(stood):
+    """Either its answer is still here, or the relay does not count as having the ticket."""
+    connection, _ = stood
+    link, fell = connection.link, 0
+    for moment in each_moment((zmq_socket.__file__,), interrupt):
+        link._asked[7] = None
+        link._arrived[:] = [(7, [b"head"])]
+        with contextlib.suppress(KeyboardInterrupt), moment:
+            link.settled(7)
+        assert link.holds(7) == bool(link._arrived)
+        link._asked.clear()
+        fell += moment.fell
+    assert fell > 3

@@ -1,21 +1,17 @@
-"""Connections from the client to a relay: sockets, and detection of a dead server."""
+"""A lane's connection to a relay: when it is replaced, and when its server counts as gone."""
 
 from __future__ import annotations
 
-import secrets
 import select
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import zmq
-import zmq.auth
-from zmq.utils.monitor import recv_monitor_message
 
-from jurybox.client import control
-from jurybox.client.in_flight import Claim
 from jurybox.client.link import OneEngine
 from jurybox.client.remote.keys import Keys
+from jurybox.client.remote.zmq_socket import BEAT_MS, MOST_BYTES, SILENCE_MS, ZmqSocket
 from jurybox.client.transports.direct import dial
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.scoreboard import EngineState
@@ -23,162 +19,67 @@ from jurybox.protocol.scoreboard import EngineState
 if TYPE_CHECKING:
     from jurybox.native import Zmtp
 
-MOST_BYTES = 1 << 30  # the largest frame accepted from a server
 _TIMEOUT = 10.0  # seconds without a connection after which the server counts as gone
-_BEAT_MS, _SILENCE_MS = 2000, 10_000  # libzmq's heartbeat interval, and the silence that closes a connection
 _FILES_OF_OWN = 3  # file descriptors of a direct socket and the event loop that watches it
-_FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
 _REDIAL = 0.05  # seconds between two attempts to connect
 _HANDSHAKE = 5.0  # seconds that a handshake may take
 IDLE = 5.0  # seconds without received bytes after which a connection is checked before it is used
 _RETURN = 1.0  # seconds to wait for a new connection that replaces one closed while idle
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-
-
-def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
-    """Create a DEALER socket that reconnects automatically and detects an unreachable host through heartbeats.
-
-    Args:
-        identity: the socket's identity, the same for every connection. If empty, each connection gets a new one, and
-            need not wait until the relay has closed the previous one.
-    """
-    socket = control.new_socket(context)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
-    if identity:
-        socket.setsockopt(zmq.IDENTITY, identity)
-    socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-    if keys is not None:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    return socket
-
-
-def open_socket(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
-) -> zmq.Socket[bytes]:
-    """Create a socket like `new_socket` and connect it."""
-    socket = new_socket(context, keys, identity)
-    socket.connect(address)
-    return socket
-
-
-def new_identity() -> bytes:
-    """Return a random identity, so that no other client can guess it and impersonate this one."""
-    return b"R" + secrets.token_bytes(15)
 
 
 class Connection(OneEngine):
-    """A lane's connection to the server's relay.
+    """A lane's connection to the server's relay: a link, and the next one whenever it breaks.
 
-    The engine's incarnation is incremented whenever the connection breaks, so that the lane sends its tickets again.
+    The engine's incarnation is incremented with each break, so that the lane sends its tickets again. A link without an
+    I/O thread is read only during calls. So the relay closes it after ten idle seconds, and the next call reconnects.
 
-    A message of several frames is sent and received by several calls of pyzmq. A call that finds another one within a
-    message, which was interrupted or in which it is nested, renews the connection: `moving` shows it.
-
-    Attributes:
-        moving: the call that is within a message, or was when it was interrupted.
-    """
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
-        super().__init__()
-        self._context = context
-        self._address = address
-        self._keys = keys
-        self.moving: Claim | None = None
-        self._open()
-
-    def _open(self) -> None:
-        require(_FILES, f"a connection to {self._address}")
-        # Not connected yet. If the server dies before the connection is established, libzmq sends no event.
-        self._broken_at: float | None = time.monotonic()
-        # A lane's tickets name the lease, so its connection needs no fixed identity: the relay accepts a new connection
-        # immediately, even if the previous one is still open.
-        self.socket = new_socket(self._context, self._keys, b"")
-        self._events = self.socket.get_monitor_socket(_EVENTS)
-        self.socket.connect(self._address)
-
-    def renew(self) -> None:
-        """Replace the connection; tickets in flight are sent again, in the next incarnation."""
-        self.close()
-        self.engines["incarnation"] += 1
-        self.engines["state"] = EngineState.SERVING
-        self.moving = None
-        self._open()
-
-    def moved(self, claim: Claim) -> bool:
-        """End a message; return False if the connection was renewed within it."""
-        if self.moving is not claim:
-            return False
-        self.moving = None
-        return True
-
-    def server_lives(self) -> bool:
-        """Return whether the server is connected, or was last connected less than _TIMEOUT seconds ago.
-
-        A new connection counts from its creation. See Scoreboard.server_lives.
-        """
-        while self.moving is None and self._events.poll(0):
-            self.moving = claim = Claim()
-            try:
-                stands = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            except zmq.ZMQError:  # a nested call has renewed the connection
-                if self.moving is claim:
-                    raise
-                break
-            if not self.moved(claim):
-                break
-            if not stands and self._broken_at is None:
-                self._broken_at = time.monotonic()
-                self.engines["incarnation"] += 1
-            if stands:
-                self._broken_at = None
-            self.engines["state"] = EngineState.SERVING if stands else EngineState.ABSENT
-        return self._broken_at is None or time.monotonic() - self._broken_at < _TIMEOUT
-
-    def close(self) -> None:
-        """Close the socket; what was not sent yet is dropped."""
-        if not self.socket.closed:
-            self.socket.disable_monitor()
-        self._events.close()
-        self.socket.close()
-
-
-class DirectConnection(OneEngine):
-    """Like Connection, over a socket that the caller's thread reads (transports/direct.py). It does not support CURVE.
-
-    The socket is read only during calls. So the relay closes it after ten idle seconds, and the next call reconnects.
+    Args:
+        dial: opens a link; its argument counts the attempts since a link last stood.
 
     Attributes:
         link: None if the last attempt to connect failed immediately.
         renewed: called when `link` has been replaced; the previous one may already be closed.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, dial: Callable[[int], Zmtp | ZmqSocket | None]) -> None:
         super().__init__()
-        require(_FILES_OF_OWN, f"a connection to {address}")
-        self._address = address
+        self._open = dial
         self.renewed: Callable[[], None] = lambda: None
-        self.link: Zmtp | None = None
+        self.link: Zmtp | ZmqSocket | None = None
         self._attempt = 0
         self._pinged_at: float | None = None
         self._broken_at: float | None = time.monotonic()  # not connected yet
         self._dial()
 
+    @classmethod
+    def direct(cls, address: str) -> Connection:
+        """Connect over a socket that the caller's thread reads (transports/direct.py). It does not support CURVE."""
+        require(_FILES_OF_OWN, f"a connection to {address}")
+        return cls(lambda attempt: dial(address, b"", MOST_BYTES, attempt))
+
+    @classmethod
+    def over_libzmq(cls, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> Connection:
+        """Connect over libzmq, with CURVE if there are keys."""
+        return cls(lambda _: ZmqSocket(context, address, keys))
+
     def _dial(self) -> None:
-        before = self.link
         self._dialled_at = time.monotonic()
-        self.link = dial(self._address, b"", MOST_BYTES, self._attempt)
+        link = self._open(self._attempt)
+        before, self.link = self.link, link  # not earlier: a nested call may have replaced it too
         self._attempt += 1
         self._pinged_at = None
         self.renewed()
         if before is not None:
             before.close()
+
+    def mend(self) -> None:
+        """Replace a link within whose message a call was interrupted or this one is nested: its server is not gone."""
+        if isinstance(link := self.link, ZmqSocket) and link.torn:
+            link.close()
+            self.engines["incarnation"] += 1
+            self.engines["state"] = EngineState.SERVING
+            self._broken_at, self._attempt = time.monotonic(), 0
+            self._dial()
 
     def server_lives(self) -> bool:
         """Return whether the server is connected, or was last connected less than _TIMEOUT seconds ago.
@@ -227,14 +128,14 @@ class DirectConnection(OneEngine):
         self.server_lives()
         return link.ready
 
-    def _is_silent(self, link: Zmtp, now: float) -> bool:
+    def _is_silent(self, link: Zmtp | ZmqSocket, now: float) -> bool:
         """Return whether the peer has not answered a ping in time; send a ping if one is due."""
-        if not link.unanswered or link.silence < _BEAT_MS / 1e3:
+        if not link.unanswered or link.silence < BEAT_MS / 1e3:
             self._pinged_at = None
         elif self._pinged_at is None:
             self._pinged_at = now
             link.ping()
-        elif now - self._pinged_at > _SILENCE_MS / 1e3:
+        elif now - self._pinged_at > SILENCE_MS / 1e3:
             return True
         return False
 

@@ -1,4 +1,4 @@
-"""The transports of lanes of a tcp:// server: tickets with their rows, sent to its relay."""
+"""The transport of lanes of a tcp:// server: tickets with their rows, sent to its relay."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import zmq
 
 from jurybox.client.in_flight import LOOK_AFTER, Answer, Claim, InFlight
 from jurybox.client.link import RowsHere
-from jurybox.client.remote.connection import IDLE, Connection, DirectConnection
+from jurybox.client.remote.connection import IDLE, Connection
+from jurybox.client.remote.zmq_socket import ZmqSocket
 from jurybox.client.transports.transport import (
     HEAD,
     NAMED,
@@ -47,8 +47,12 @@ class SentRows(NamedTuple):
     incarnation: int
 
 
-class _RelayTransport(Transport):
-    """The common part of transports to the relay of a tcp:// server.
+class TcpTransport(Transport):
+    """A transport to the relay of a tcp:// server.
+
+    An answer stays with the link until it is in its rows, so an interrupted call loses none. A link that was replaced
+    has lost its tickets: the lane sends them again over the new one, and the relay recognizes their sequence numbers
+    and computes none twice.
 
     Args:
         connection: the lane's connection to the relay.
@@ -56,7 +60,7 @@ class _RelayTransport(Transport):
         lease: the relay's identifier of the lane.
     """
 
-    def __init__(self, connection: Connection | DirectConnection, rows: RowsHere, lease: int) -> None:
+    def __init__(self, connection: Connection, rows: RowsHere, lease: int) -> None:
         self._connection = connection
         self._rows = rows
         self._lease = lease
@@ -66,6 +70,83 @@ class _RelayTransport(Transport):
         self._incarnation = connection.incarnation
         self._watching: Watching | None = None
         self._watched = -1  # descriptor that the event loop watches; it may be closed before it is unwatched
+        # A weak reference, to avoid a cycle: a dropped lane must be closed at once, not by the cycle collector.
+        this = weakref.ref(self)
+
+        def renewed() -> None:
+            if (transport := this()) is not None and transport._watching is not None:
+                transport._watch(transport._watching)
+
+        connection.renewed = renewed
+
+    def send(self, ticket: InFlight) -> None:
+        if (link := self._ready_for(ticket)) is None:
+            return  # the lane's next check finds that the connection was replaced
+        self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
+        link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
+        self._sent_by(link)
+
+    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
+        until = time.monotonic() + timeout
+        if (link := self._ready_for(ticket)) is None:
+            return None
+        self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
+        frames = _frames(self._lease, self._rows, ticket)
+        message = link.exchange(ticket.sequence, frames, max(0.0, until - time.monotonic()))
+        self._sent_by(link)
+        if message is None:
+            return None
+        if (answer := self._read(message)) is not None:
+            self.settled(answer)
+        return answer
+
+    def caller(self, place: RowPlace) -> _TcpCaller | None:
+        """See Transport.caller. None over libzmq, and for rows of variable size, which need more than their bytes."""
+        if (
+            isinstance(self._connection.link, ZmqSocket)
+            or place.input is None
+            or place.extents is not None
+            or place.outputs is None
+            or place.rows != 1
+        ):
+            return None
+        return _TcpCaller(self._connection, self._rows, self._lease, place, self._in_flight)
+
+    def receive(self, timeout: float) -> Sequence[Answer]:
+        self._connection.mend()
+        link = self._connection.link
+        if link is None or link.broken:
+            if not self._answers:
+                time.sleep(min(timeout, _ATTEMPT_AGAIN))
+            return list(self._answers.values())
+        for sequence, message in link.answers(0 if self._answers else timeout):
+            if sequence in self._answers or self._reads(sequence):
+                continue
+            try:
+                answer = self._read(message)
+            except ProtocolMismatch:
+                link.settled(sequence)
+                raise
+            if answer is not None and answer.sequence == 0:
+                return [answer]
+            if answer is None:
+                link.settled(sequence)
+        return list(self._answers.values())
+
+    def settled(self, answer: Answer) -> None:
+        self._answers.pop(answer.sequence, None)
+        self._in_flight.pop(answer.sequence, None)
+        if (link := self._connection.link) is not None:
+            link.settled(answer.sequence)
+
+    def holds(self, ticket: InFlight) -> bool:
+        if ticket.sequence in self._answers:
+            return True
+        link = self._connection.link
+        return ticket.incarnation == self._connection.incarnation and link is not None and link.holds(ticket.sequence)
+
+    def is_reading(self, ticket: InFlight) -> bool:
+        return self._reads(ticket.sequence)
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
         earlier = self._watching
@@ -75,22 +156,15 @@ class _RelayTransport(Transport):
             self._watching = watching = Watching(loop, arrived)
             self._watch(watching)
 
-    def _watch(self, watching: Watching) -> None:
-        """Make the event loop watch the connection."""
-        raise NotImplementedError
-
-    def _unwatch(self, watching: Watching) -> None:
-        """Stop watching a connection that is about to be closed."""
-        raise NotImplementedError
-
     def close(self) -> None:
         if self._watching is not None:
             self._unwatch(self._watching)
         self._connection.close()
 
-    def settled(self, answer: Answer) -> None:
-        self._answers.pop(answer.sequence, None)
-        self._in_flight.pop(answer.sequence, None)
+    def forked(self) -> None:
+        """See Transport.forked. Only this process's descriptor is closed; socket and poll set are the parent's too."""
+        self._watching = None
+        self._connection.close()
 
     def _read(self, bodies: Sequence[Any]) -> Answer | None:
         """Parse an answer and copy its outputs to their rows; return None if no call waits for it any more.
@@ -115,9 +189,6 @@ class _RelayTransport(Transport):
         self._answers[sequence] = answer
         return answer
 
-    def is_reading(self, ticket: InFlight) -> bool:
-        return self._reads(ticket.sequence)
-
     def _reads(self, sequence: int) -> bool:
         return (reading := self._reading.get(sequence)) is not None and reading() is not None
 
@@ -129,195 +200,25 @@ class _RelayTransport(Transport):
                 if (place := self._in_flight.get(sequence)) is not None and place.incarnation != ticket.incarnation:
                     self._in_flight.pop(sequence, None)
 
-
-class TcpTransport(_RelayTransport):
-    """A transport over libzmq.
-
-    A message has several frames, each sent and received by its own call. If that is interrupted within a message, for
-    example by a KeyboardInterrupt, the connection is replaced: the lane sends its tickets again over the new one, and
-    the relay recognizes their sequence numbers and computes none twice.
-    """
-
-    _connection: Connection
-
-    def send(self, ticket: InFlight) -> None:
-        self._mend()
-        self._meant_for(ticket)
-        connection = self._connection
-        if ticket.incarnation != connection.incarnation:
-            return  # the connection has just broken: the lane's next check detects that
-        parts = _frames(self._lease, self._rows, ticket)
-        self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
-        socket = connection.socket
-        connection.moving = claim = Claim()
-        try:
-            socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:  # the send buffer is full: the lane's next check finds the connection broken
-            self._in_flight.pop(ticket.sequence, None)
-        except zmq.ZMQError:
-            if connection.moving is claim:
-                raise
-        if not connection.moved(claim):
-            return  # a nested call has renewed the connection
-        if (watching := self._watching) is not None and watching.on:
-            # Sending clears the edge-triggered signal of zmq.FD, which may have announced an answer.
+    def _sent_by(self, link: Zmtp | ZmqSocket) -> None:
+        """Look for answers in the event loop: sending cleared the edge-triggered signal of zmq.FD, maybe of one."""
+        if (watching := self._watching) is not None and watching.on and isinstance(link, ZmqSocket):
             watching.tell()
 
-    def receive(self, timeout: float) -> Sequence[Answer]:
-        self._mend()
-        connection = self._connection
-        if timeout and not self._answers and not self._poll(timeout):
-            return ()
-        while True:
-            socket = connection.socket
-            connection.moving = claim = Claim()
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                answer = self._read([frames[0].bytes, *(frame.buffer for frame in frames[1:])])
-            except zmq.Again:
-                connection.moved(claim)
-                break
-            except zmq.ZMQError:
-                if connection.moving is claim:
-                    raise
-                break  # a nested call has renewed the connection: the lane sends its tickets again
-            except ProtocolMismatch:
-                connection.moved(claim)
-                raise
-            connection.moved(claim)
-            if answer is not None and answer.sequence == 0:
-                return [answer]
-        return list(self._answers.values())
-
-    def holds(self, ticket: InFlight) -> bool:
-        sequence = ticket.sequence
-        return sequence in self._answers or (ticket.incarnation == self._incarnation and sequence in self._in_flight)
-
-    def _poll(self, timeout: float) -> bool:
-        socket = self._connection.socket
-        try:
-            return bool(socket.poll(int(timeout * 1000 + 0.999)))
-        except zmq.ZMQError:
-            if socket is self._connection.socket:
-                raise
-            return False  # a nested call has renewed the connection
-
-    def forked(self) -> None:
-        """See Transport.forked. pyzmq closes nothing in a child; the loop's poll set is shared with the parent."""
-        self._watching = None
-
-    def _mend(self) -> None:
-        """Replace the connection if sending or receiving a message was interrupted."""
-        if self._connection.moving is None:
-            return
-        if self._watching is not None:
-            self._unwatch(self._watching)
-        self._connection.renew()
-        if self._watching is not None:
-            self._watch(self._watching)
-
-    def _watch(self, watching: Watching) -> None:
-        self._watched = int(self._connection.socket.getsockopt(zmq.FD))
-        watching.read(self._watched)
-
-    def _unwatch(self, watching: Watching) -> None:
-        watching.unread(self._watched)
-
-
-class DirectTcpTransport(_RelayTransport):
-    """A transport over a DirectConnection, which has no I/O thread. It cannot be interrupted within a message."""
-
-    _connection: DirectConnection
-
-    def __init__(self, connection: DirectConnection, rows: RowsHere, lease: int) -> None:
-        super().__init__(connection, rows, lease)
-        # A weak reference, to avoid a cycle: a dropped lane must be closed at once, not by the cycle collector.
-        this = weakref.ref(self)
-
-        def renewed() -> None:
-            if (transport := this()) is not None:
-                transport._renewed()
-
-        connection.renewed = renewed
-
-    def send(self, ticket: InFlight) -> None:
-        if (link := self._ready_for(ticket)) is not None:
-            self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
-            link.send(ticket.sequence, _frames(self._lease, self._rows, ticket))
-
-    def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
-        until = time.monotonic() + timeout
-        if (link := self._ready_for(ticket)) is None:
-            return None
-        self._in_flight[ticket.sequence] = SentRows(ticket.first, ticket.rows, ticket.incarnation)
-        frames = _frames(self._lease, self._rows, ticket)
-        message = link.exchange(ticket.sequence, frames, max(0.0, until - time.monotonic()))
-        if message is None:
-            return None
-        if (answer := self._read(message)) is not None:
-            self.settled(answer)
-        return answer
-
-    def caller(self, place: RowPlace) -> _DirectCaller | None:
-        """See Transport.caller. None for rows of variable size, which need more than their bytes."""
-        if place.input is None or place.extents is not None or place.outputs is None or place.rows != 1:
-            return None
-        return _DirectCaller(self._connection, self._rows, self._lease, place, self._in_flight)
-
-    def receive(self, timeout: float) -> Sequence[Answer]:
-        link = self._connection.link
-        if link is None or link.broken:
-            if not self._answers:
-                time.sleep(min(timeout, _ATTEMPT_AGAIN))
-            return list(self._answers.values())
-        for sequence, message in link.answers(0 if self._answers else timeout):
-            if sequence in self._answers or self._reads(sequence):
-                continue
-            try:
-                answer = self._read(message)
-            except ProtocolMismatch:
-                link.settled(sequence)
-                raise
-            if answer is not None and answer.sequence == 0:
-                return [answer]
-            if answer is None:
-                link.settled(sequence)
-        return list(self._answers.values())
-
-    def settled(self, answer: Answer) -> None:
-        super().settled(answer)
-        if (link := self._connection.link) is not None:
-            link.settled(answer.sequence)
-
-    def holds(self, ticket: InFlight) -> bool:
-        if ticket.sequence in self._answers:
-            return True
-        link = self._connection.link
-        return ticket.incarnation == self._connection.incarnation and link is not None and link.holds(ticket.sequence)
-
-    def forked(self) -> None:
-        """See Transport.forked. Only this process's descriptor is closed; the socket belongs to the parent."""
-        self._watching = None
-        self._connection.close()
-
-    def _ready_for(self, ticket: InFlight) -> Zmtp | None:
+    def _ready_for(self, ticket: InFlight) -> Zmtp | ZmqSocket | None:
         """Return the link if the ticket belongs to the current connection, else None."""
-        self._meant_for(ticket)
         connection = self._connection
+        connection.mend()
+        self._meant_for(ticket)
         if (link := connection.link) is not None and link.ready and link.silence >= IDLE:
             if not connection.stands():
                 return None
             self._incarnation = ticket.incarnation = connection.incarnation  # the ticket was not sent before
         return connection.link if ticket.incarnation == connection.incarnation else None
 
-    def _renewed(self) -> None:
-        """Make the event loop watch the connection's new link."""
-        if self._watching is None:
-            return
-        self._unwatch(self._watching)
-        self._watch(self._watching)
-
     def _watch(self, watching: Watching) -> None:
+        """Make the event loop watch the connection's link, instead of the one that it has replaced."""
+        self._unwatch(watching)
         if (link := self._connection.link) is not None:
             self._watched = link.descriptor
             watching.read(self._watched)
@@ -329,12 +230,12 @@ class DirectTcpTransport(_RelayTransport):
         self._watched = -1
 
 
-class _DirectCaller(SocketCaller):
+class _TcpCaller(SocketCaller):
     """A caller that sends a row directly from the caller's array and returns the outputs as new arrays."""
 
     def __init__(
         self,
-        connection: DirectConnection,
+        connection: Connection,
         rows: RowsHere,
         lease: int,
         place: RowPlace,

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
 from jurybox.client.control import Control, Wires, say_that_it_waits
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink, RowsHere, spec_of, traced, wants_traces
-from jurybox.client.remote.connection import Connection, DirectConnection, new_identity, open_socket
+from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.keys import Keys
-from jurybox.client.remote.tcp import DirectTcpTransport, TcpTransport
+from jurybox.client.remote.tcp import TcpTransport
+from jurybox.client.remote.zmq_socket import open_socket
 from jurybox.client.transports.direct import can_dial
-from jurybox.client.transports.transport import (
-    Transport,
-)
+from jurybox.client.transports.transport import Transport
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.errors import Error, ServerGone, Timeout
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 _ATTEMPT = 3.0  # seconds that each connection attempt gets until the server first answers
 
@@ -58,22 +55,19 @@ class TcpLink(ControlLink):
         try:
             spec = spec_of(lease.model)
             memory = RowsHere(spec, lease.rows)
-            connection: Connection | DirectConnection
-            transport: Transport
             if self._keys is None and can_dial(self._address):
-                connection = DirectConnection(self._address)
-                transport = DirectTcpTransport(connection, memory, lease.lease)
+                connection = Connection.direct(self._address)
             else:
                 context: Any = self._context
                 try:
-                    connection = Connection(context, self._address, self._keys)
+                    connection = Connection.over_libzmq(context, self._address, self._keys)
                 except zmq.ZMQError:
                     if self._closed:  # by a handler within this call: the context waits for what was opened since
                         for socket in list(context.held.values()):
                             socket.close(0)
                     self._require_open()
                     raise
-                transport = TcpTransport(connection, memory, lease.lease)
+            transport: Transport = TcpTransport(connection, memory, lease.lease)
             if self._traces:
                 transport = traced(transport, name, lane=lease.lane)
             lane = Lane(
@@ -104,7 +98,8 @@ class TcpLink(ControlLink):
         All its sockets have the same identity, because the relay grants leases to an identity. A forked child gets
         another one.
         """
-        address, keys, identity, left = self._address, self._keys, new_identity(), self._left
+        address, keys, left = self._address, self._keys, self._left
+        identity = b"R" + secrets.token_bytes(15)  # random: no other client can guess it and impersonate this one
 
         def unwanted(lease: Lease) -> None:
             left.append(ReleaseRequest(lane=lease.lane, lease=lease.lease))

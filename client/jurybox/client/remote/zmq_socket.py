@@ -1,0 +1,237 @@
+"""A client's libzmq sockets to a relay, for CURVE and for installs without the native core."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from jurybox.client import control
+from jurybox.client.remote.keys import Keys
+from jurybox.client.transports.direct import number_in
+from jurybox.protocol.descriptors import require
+
+MOST_BYTES = 1 << 30  # the largest frame accepted from a server
+BEAT_MS, SILENCE_MS = 2000, 10_000  # the heartbeat interval, and the silence that ends a connection
+_FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
+    """Create a DEALER socket that reconnects automatically and detects an unreachable host through heartbeats.
+
+    Args:
+        identity: the socket's identity, the same for every connection. If empty, each connection gets a new one, and
+            need not wait until the relay has closed the previous one.
+    """
+    socket = control.new_socket(context)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    return socket
+
+
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
+) -> zmq.Socket[bytes]:
+    """Create a socket like `new_socket` and connect it."""
+    socket = new_socket(context, keys, identity)
+    socket.connect(address)
+    return socket
+
+
+class ZmqSocket:
+    """One connection over a libzmq socket, with the methods of native.Zmtp that a lane of a relay uses.
+
+    A message of several frames is sent and received by several calls of pyzmq. A call that finds another one within a
+    message, which was interrupted or in which it is nested, knows by `torn` that the connection must be replaced.
+
+    pyzmq runs signal handlers, and the garbage collector destructors, also when it has looked whether a socket is open
+    and before it uses it. A socket that a nested call closes there is freed memory, or already the next socket, which
+    would get the rest of a message or lose one. So as long as calls are within it, the last of them closes it.
+
+    Attributes:
+        broken: whether it must be replaced. Messages that have arrived stay.
+        was_ready: whether the handshake was completed, also before it broke.
+        descriptor: readable when messages may have arrived; edge-triggered, and sending clears its signal.
+        silence: libzmq looks after it with heartbeats of its own, so none counts.
+    """
+
+    silence = 0.0
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
+        require(_FILES, f"a connection to {address}")
+        self.broken = self.was_ready = self._torn = False
+        self._pid = os.getpid()
+        self._calls = itertools.count(1)
+        self._inside: dict[int, None] = {}  # the numbers of the calls that are within a call of pyzmq
+        self._moving = 0  # the number of the one that is within a message, or was when it was interrupted
+        self._asked: dict[int, None] = {}  # the numbers of messages whose answers are not settled
+        self._arrived: list[tuple[int, list[Any]]] = []  # answers that are not settled
+        # A lane's tickets name the lease, so its connection needs no fixed identity: the relay accepts a new connection
+        # immediately, even if the previous one is still open.
+        self._socket = new_socket(context, keys, b"")
+        self._events = self._socket.get_monitor_socket(_EVENTS)
+        self._open = [self._socket]
+        self._socket.connect(address)
+        self.descriptor = int(self._socket.getsockopt(zmq.FD))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the handshake is complete, and the connection stands."""
+        return self.was_ready and not self.broken
+
+    @property
+    def torn(self) -> bool:
+        """Whether a call is within a message, or was when it was interrupted: nothing more can be sent or received."""
+        return self._torn or self._moving != 0
+
+    @property
+    def unanswered(self) -> list[int]:
+        """The numbers in flight, or those in flight when the connection broke."""
+        return list(self._asked)
+
+    def send(self, number: int, frames: Sequence[Any]) -> bool:
+        """Send a message whose answer will have this number. False: it was not sent."""
+        # pyzmq tries whether an array is a buffer, and takes whatever a signal handler raises meanwhile for a no.
+        parts = [frame if isinstance(frame, bytes) else memoryview(frame) for frame in frames]
+        with self._within(moving=True) as whole:
+            if not whole:
+                return False
+            self._asked[number] = None
+            try:
+                self._socket.send_multipart(parts, zmq.NOBLOCK)
+            except zmq.Again:  # the send buffer is full
+                self._asked.pop(number, None)
+        return not self.broken and number in self._asked
+
+    def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
+        """Send a message and return its answer, or an error without a number, and settle it; None: none came."""
+        until = time.monotonic() + timeout
+        if not self.send(number, frames):
+            return None
+        while True:
+            self._take_in()
+            for answered, answer in list(self._arrived):
+                if answered in (number, 0):
+                    self.settled(answered)
+                    return answer
+            if self.broken or (left := until - time.monotonic()) <= 0:
+                return None
+            self._wait(left)
+
+    def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
+        """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
+        self._take_in()
+        if timeout > 0 and not self._arrived:
+            self._wait(timeout)
+            self._take_in()
+        return list(self._arrived)
+
+    def settled(self, number: int) -> None:
+        """Drop an answer; it may be dropped already."""
+        # In this order: after an interrupt in between the answer is still here, so that its ticket is not waited for.
+        self._asked.pop(number, None)
+        for arrived in [arrived for arrived in self._arrived if arrived[0] == number]:
+            with contextlib.suppress(ValueError):  # a nested call has dropped it
+                self._arrived.remove(arrived)
+
+    def holds(self, number: int) -> bool:
+        """Return whether a message was sent and its answer is not settled."""
+        return (number in self._asked and not self.broken) or any(number == arrived for arrived, _ in self._arrived)
+
+    def look(self) -> bool:
+        """Notice the end of the handshake or of the connection; return whether there are answers."""
+        while not self.torn and (event := self._event()):
+            self.was_ready = self.was_ready or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event == zmq.EVENT_DISCONNECTED:  # libzmq would connect again, but the tickets in flight are lost
+                self.close()
+        return bool(self._arrived)
+
+    def ping(self) -> None:
+        """Do nothing: see `silence`."""
+
+    def watched(self, on: bool) -> None:
+        """Do nothing: libzmq's own thread sends what it was given."""
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is dropped. In a forked child nothing is: the parent uses it."""
+        self.broken, self._moving = True, 0
+        self._close_if_left()
+
+    def _close_if_left(self) -> None:
+        """Close the socket if it is broken and no call is within it."""
+        if not self.broken or self._inside or self._pid != os.getpid():
+            return
+        with contextlib.suppress(IndexError):  # another call closes it
+            socket = self._open.pop()
+            if not socket.closed:  # by the end of the context
+                socket.disable_monitor()
+            self._events.close()
+            socket.close()
+
+    @contextlib.contextmanager
+    def _within(self, *, moving: bool) -> Iterator[bool]:
+        """Within the ``with`` block the socket stays open. False: it is broken.
+
+        Args:
+            moving: the block receives or sends a message, so there may be no other one.
+        """
+        if moving and self._moving:
+            self._torn = True
+            self.close()
+        if self.broken:
+            yield False
+            return
+        number = next(self._calls)
+        try:
+            self._inside[number] = None
+            if moving:
+                self._moving = number
+            yield True
+            if self._moving == number:
+                self._moving = 0
+        finally:
+            self._inside.pop(number, None)
+            self._close_if_left()
+
+    def _event(self) -> int:
+        """Return the next event of the connection that has come; 0: none."""
+        with self._within(moving=True) as whole:
+            if whole and self._events.poll(0):
+                return int(recv_monitor_message(self._events)["event"])
+        return 0
+
+    def _take_in(self) -> None:
+        """Receive the messages that have arrived."""
+        while True:
+            with self._within(moving=True) as whole:
+                if not whole:
+                    return
+                try:  # as bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._arrived.append((number_in(frames[0]), frames))
+
+    def _wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a message, without receiving it."""
+        with self._within(moving=False) as whole:
+            if whole:
+                self._socket.poll(int(timeout * 1000 + 0.999))
