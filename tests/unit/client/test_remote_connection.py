@@ -11,10 +11,15 @@ from tests.moments import each_moment
 from tests.serving import wait_until
 
 from jurybox.client import ServerGone, connect
+from jurybox.client.link import RowsHere
 from jurybox.client.remote import zmq_socket
 from jurybox.client.remote.connection import Connection
+from jurybox.client.remote.tcp import TcpTransport
 from jurybox.protocol.scoreboard import EngineState
+from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
+
+SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 
 
 @pytest.fixture
@@ -128,7 +133,7 @@ def test_a_call_within_a_message_replaces_the_connection_and_does_not_wait_for_i
     link._socket = Entered(link._socket, "send_multipart", interrupt)
     with pytest.raises(KeyboardInterrupt):
         link.send(5, (b"five",))
-    assert link.torn and not link.send(6, (b"six",))
+    assert link.torn and not link.send(6, (b"six",)) and link.torn  # also if the next call is interrupted there
     connection.mend()
     assert connection.link is not link and link.broken and not link.holds(5)
     assert (connection.incarnation, connection.engines["state"][0]) == (life + 1, EngineState.SERVING)
@@ -156,7 +161,7 @@ def test_a_socket_stays_open_until_no_call_is_within_it(stood, where, end):
     link, first, open_within = connection.link, connection.link._socket, []
 
     def nested():
-        connection.close()
+        link.close()
         connection._dial()
         open_within.append(not first.closed)
         end()
@@ -166,6 +171,64 @@ def test_a_socket_stays_open_until_no_call_is_within_it(stood, where, end):
         CALLS[where](link)
     assert open_within[0] and first.closed
     assert connection.link is not link and not connection.link.broken
+
+
+@pytest.mark.parametrize("at", ["before it is opened", "while it is opened"])
+def test_a_closed_connection_opens_no_socket_for_the_call_that_the_end_is_nested_in(stood, at):
+    connection, _ = stood
+    opens, opened = connection._open, []
+
+    def nested(attempt):
+        opened.append(opens(attempt))
+        connection.close()
+        return opened[-1]
+
+    connection._open = nested
+    if at == "before it is opened":
+        connection.close()
+    for _ in range(2):
+        connection._dial()
+    assert all(link.broken for link in opened) and len(opened) == (at == "while it is opened")
+    assert connection.link is None or connection.link.broken
+
+
+class Loop:
+    """An event loop that only notes what it watches."""
+
+    def __init__(self, entered) -> None:
+        self.watched, self._entered = set(), entered
+
+    def is_closed(self):
+        return False
+
+    def add_reader(self, descriptor, arrived):
+        self._entered()
+        self.watched.add(descriptor)
+
+    def remove_reader(self, descriptor):
+        self.watched.discard(descriptor)
+
+
+@pytest.mark.parametrize("how", ["the descriptor is another's by now", "the descriptor is none", "there is no other"])
+def test_an_event_loop_watches_the_link_that_a_nested_call_opens_while_it_begins_to_watch_the_earlier(stood, how):
+    connection, _ = stood
+    earlier, entered = connection.link, []
+
+    def nested():
+        entered.append(how)
+        if len(entered) == 1:
+            earlier.close()
+            if how == "there is no other":
+                return
+            connection._dial()
+            if how == "the descriptor is none":
+                raise OSError("bad file descriptor")
+
+    transport, loop = TcpTransport(connection, RowsHere(SPEC, 4), 1), Loop(nested)
+    transport.watch(loop, lambda: None)
+    if how == "there is no other":
+        connection._dial()
+    assert loop.watched == {connection.link.descriptor}
 
 
 def test_ctrl_c_anywhere_within_a_call_keeps_no_socket_open(stood):

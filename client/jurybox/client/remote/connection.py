@@ -46,7 +46,7 @@ class Connection(OneEngine):
         self._open = dial
         self.renewed: Callable[[], None] = lambda: None
         self.link: Zmtp | ZmqSocket | None = None
-        self._attempt = 0
+        self._attempt, self._closed = 0, False
         self._pinged_at: float | None = None
         self._broken_at: float | None = time.monotonic()  # not connected yet
         self._dial()
@@ -64,13 +64,15 @@ class Connection(OneEngine):
 
     def _dial(self) -> None:
         self._dialled_at = time.monotonic()
-        link = self._open(self._attempt)
+        link = None if self._closed else self._open(self._attempt)
         before, self.link = self.link, link  # not earlier: a nested call may have replaced it too
         self._attempt += 1
         self._pinged_at = None
         self.renewed()
         if before is not None:
             before.close()
+        if self._closed:  # by a nested call, maybe while the link was opened
+            self.close()
 
     def mend(self) -> None:
         """Replace a link within whose message a call was interrupted or this one is nested: its server is not gone."""
@@ -140,6 +142,7 @@ class Connection(OneEngine):
         return False
 
     def close(self) -> None:
-        """Close the socket; what was not sent yet is dropped."""
+        """Close the socket, and open none again; what was not sent yet is dropped."""
+        self._closed = True
         if self.link is not None:
             self.link.close()

@@ -218,11 +218,20 @@ class TcpTransport(Transport):
 
     def _watch(self, watching: Watching) -> None:
         """Make the event loop watch the connection's link, instead of the one that it has replaced."""
-        self._unwatch(watching)
-        if (link := self._connection.link) is not None:
-            self._watched = link.descriptor
-            watching.read(self._watched)
-            link.watched(on=True)
+        while True:
+            self._unwatch(watching)
+            if (link := self._connection.link) is None or link.broken:
+                return
+            descriptor = self._watched = link.descriptor
+            try:
+                watching.read(descriptor)
+                link.watched(on=True)
+            except OSError:
+                if self._connection.link is link:
+                    raise
+            if self._connection.link is link:
+                return
+            watching.unread(descriptor)  # a nested call has replaced the link: this may be another's descriptor by now
 
     def _unwatch(self, watching: Watching) -> None:
         if self._watched >= 0:

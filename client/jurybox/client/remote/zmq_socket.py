@@ -81,7 +81,7 @@ class ZmqSocket:
         self._pid = os.getpid()
         self._calls = itertools.count(1)
         self._inside: dict[int, None] = {}  # the numbers of the calls that are within a call of pyzmq
-        self._moving = 0  # the number of the one that is within a message, or was when it was interrupted
+        self._moving: int | None = None  # the one that is within a message, or was when it was interrupted
         self._asked: dict[int, None] = {}  # the numbers of messages whose answers are not settled
         self._arrived: list[tuple[int, list[Any]]] = []  # answers that are not settled
         # A lane's tickets name the lease, so its connection needs no fixed identity: the relay accepts a new connection
@@ -100,7 +100,7 @@ class ZmqSocket:
     @property
     def torn(self) -> bool:
         """Whether a call is within a message, or was when it was interrupted: nothing more can be sent or received."""
-        return self._torn or self._moving != 0
+        return self._torn or self._moving is not None
 
     @property
     def unanswered(self) -> list[int]:
@@ -172,7 +172,7 @@ class ZmqSocket:
 
     def close(self) -> None:
         """Close the socket; what was not sent yet is dropped. In a forked child nothing is: the parent uses it."""
-        self.broken, self._moving = True, 0
+        self._torn, self.broken = self.torn, True  # also if this call is interrupted before there is another one
         self._close_if_left()
 
     def _close_if_left(self) -> None:
@@ -193,8 +193,7 @@ class ZmqSocket:
         Args:
             moving: the block receives or sends a message, so there may be no other one.
         """
-        if moving and self._moving:
-            self._torn = True
+        if moving and self.torn:
             self.close()
         if self.broken:
             yield False
@@ -206,7 +205,7 @@ class ZmqSocket:
                 self._moving = number
             yield True
             if self._moving == number:
-                self._moving = 0
+                self._moving = None
         finally:
             self._inside.pop(number, None)
             self._close_if_left()
