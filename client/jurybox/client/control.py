@@ -69,14 +69,14 @@ class _Socket(AnySocket):
 
 
 class _Context(AnyContext):
-    """A context that holds its sockets, so that only who closes them closes them.
+    """A context that holds its sockets, or what closes them, so that only who closes them closes them.
 
     pyzmq closes a socket that is garbage-collected. Were it collected together with its link, that would happen at the
     same time as the link's finalizer closes it in another thread.
     """
 
     _socket_class = _Socket
-    held: dict[int, _Socket] = {}  # noqa: RUF012  pyzmq takes attributes that the class lacks for options of libzmq
+    held: dict[int, Any] = {}  # noqa: RUF012  pyzmq takes attributes that the class lacks for options of libzmq
 
     def __init__(self) -> None:
         super().__init__()

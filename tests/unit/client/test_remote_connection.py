@@ -11,6 +11,7 @@ from tests.moments import each_moment
 from tests.serving import wait_until
 
 from jurybox.client import ServerGone, connect
+from jurybox.client.control import Wires
 from jurybox.client.link import RowsHere
 from jurybox.client.remote import zmq_socket
 from jurybox.client.remote.connection import Connection
@@ -244,6 +245,23 @@ def test_ctrl_c_anywhere_within_a_call_keeps_no_socket_open(stood):
         assert link._socket.closed
         fell += moment.fell
     assert fell > 20
+
+
+def test_the_end_of_all_connections_leaves_a_socket_open_that_a_call_is_within(stood, monkeypatch):
+    _, router = stood
+    monkeypatch.setattr("jurybox.client.control._CLOSE", 0.1)
+    wires = Wires()
+    link = zmq_socket.ZmqSocket(wires.context, router.last_endpoint.decode(), None)
+    first, open_within = link._socket, []
+
+    def nested():
+        wires.close()
+        open_within.append(not first.closed)
+
+    link._socket = Entered(first, "send_multipart", nested)
+    link.send(6, (b"six", b"row"))
+    assert open_within == [True] and first.closed
+    wait_until(lambda: wires.context.closed and not wires.context.held, 20, "the end of the context")
 
 
 def test_a_connection_that_was_opened_while_another_was_is_closed_when_it_is_replaced(stood):

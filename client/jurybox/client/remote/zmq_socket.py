@@ -89,6 +89,8 @@ class ZmqSocket:
         self._socket = new_socket(context, keys, b"")
         self._events = self._socket.get_monitor_socket(_EVENTS)
         self._open = [self._socket]
+        # What closes all sockets of a link (control.Wires) must ask here: a call may be within these.
+        getattr(context, "held", {}).update({id(self._socket): self, id(self._events): self})
         self._socket.connect(address)
         self.descriptor = int(self._socket.getsockopt(zmq.FD))
 
@@ -170,7 +172,7 @@ class ZmqSocket:
     def watched(self, on: bool) -> None:
         """Do nothing: libzmq's own thread sends what it was given."""
 
-    def close(self) -> None:
+    def close(self, _: int | None = None) -> None:
         """Close the socket; what was not sent yet is dropped. In a forked child nothing is: the parent uses it."""
         self._torn, self.broken = self.torn, True  # also if this call is interrupted before there is another one
         self._close_if_left()
@@ -181,7 +183,7 @@ class ZmqSocket:
             return
         with contextlib.suppress(IndexError):  # another call closes it
             socket = self._open.pop()
-            if not socket.closed:  # by the end of the context
+            with contextlib.suppress(zmq.ZMQError):  # the context has ended, or has closed it
                 socket.disable_monitor()
             self._events.close()
             socket.close()
@@ -193,19 +195,22 @@ class ZmqSocket:
         Args:
             moving: the block receives or sends a message, so there may be no other one.
         """
-        if moving and self.torn:
-            self.close()
-        if self.broken:
-            yield False
-            return
         number = next(self._calls)
         try:
-            self._inside[number] = None
+            self._inside[number] = None  # before it looks whether it is broken: another thread may close it
+            if moving and self.torn:
+                self.close()
+            if self.broken:
+                yield False
+                return
             if moving:
                 self._moving = number
             yield True
             if self._moving == number:
                 self._moving = None
+        except zmq.ZMQError:
+            if not self.broken:  # else the context has ended
+                raise
         finally:
             self._inside.pop(number, None)
             self._close_if_left()
