@@ -7,6 +7,8 @@ passed, in ns.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import sys
 import time
@@ -32,15 +34,12 @@ def ours(address: str, transport: str = "auto") -> Ask:
     return lambda: _equal(model(ROW), 2 * ROW)
 
 
-def ours_over_libzmq(address: str) -> Ask:
+def ours_over_libzmq(address: str, transport: str) -> Ask:
     """The same over libzmq, as where a ZMTP connection of our own cannot be."""
-    try:
-        import jurybox.client.transports.zmq as module
-
-        module.can_dial = lambda _: False
-    except ImportError:  # one of the two has no own connection to a local server any more
-        pass
-    return ours(address, "zmq")
+    for name in ("transports.zmq", "remote.tcp_link"):
+        with contextlib.suppress(ImportError):  # one of the two has no own connection to a local server any more
+            vars(importlib.import_module(f"jurybox.client.{name}"))["can_dial"] = lambda _: False
+    return ours(address, transport)
 
 
 def pictures(address: str, transport: str = "auto") -> Ask:
@@ -119,8 +118,9 @@ def dialect(address: str) -> Ask:
 WAYS: dict[str, Callable[[dict[str, str]], Ask]] = {
     "shm": lambda at: ours(at["ipc"], "shm"),
     "zmq": lambda at: ours(at["ipc"], "zmq"),
-    "libzmq": lambda at: ours_over_libzmq(at["ipc"]),
+    "libzmq": lambda at: ours_over_libzmq(at["ipc"], "zmq"),
     "tcp": lambda at: ours(at["tcp"]),
+    "tcp, libzmq": lambda at: ours_over_libzmq(at["tcp"], "auto"),
     "grpc": lambda at: ours(at["grpc"]),
     "shm, pictures": lambda at: pictures(at["ipc"], "shm"),
     "tcp, pictures": lambda at: pictures(at["tcp"]),

@@ -84,7 +84,9 @@ def reachable(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(params=["shm", "zmq", pytest.param("libzmq", marks=pytest.mark.runs), "tcp", "libtcp", "grpc"])
+@pytest.fixture(
+    params=["shm", "zmq", "tcp", "grpc", *(pytest.param(lib, marks=pytest.mark.runs) for lib in ("libzmq", "libtcp"))]
+)
 def client(request, reachable, monkeypatch):
     """A connection over each transport; "lib": as where the native core is missing, or with CURVE."""
     way = request.param.removeprefix("lib")

@@ -189,8 +189,8 @@ def test_a_closed_connection_opens_no_socket_for_the_call_that_the_end_is_nested
         connection.close()
     for _ in range(2):
         connection._dial()
-    assert all(link.broken for link in opened) and len(opened) == (at == "while it is opened")
-    assert connection.link is None or connection.link.broken
+        assert all(link.broken for link in opened) and len(opened) == (at == "while it is opened")
+        assert connection.link is None or connection.link.broken
 
 
 class Loop:
@@ -210,26 +210,33 @@ class Loop:
         self.watched.discard(descriptor)
 
 
-@pytest.mark.parametrize("how", ["the descriptor is another's by now", "the descriptor is none", "there is no other"])
-def test_an_event_loop_watches_the_link_that_a_nested_call_opens_while_it_begins_to_watch_the_earlier(stood, how):
+@pytest.mark.parametrize(
+    "how", ["it is closed first", "it is closed", "it is replaced", "it is replaced, and its descriptor closed"]
+)
+def test_an_event_loop_watches_the_next_link_wherever_the_earlier_one_ends(stood, how):
     connection, _ = stood
-    earlier, entered = connection.link, []
+    earlier, following, entered = connection.link, connection._open(0), []
+    connection._open = lambda _: following
 
     def nested():
         entered.append(how)
-        if len(entered) == 1:
+        if len(entered) > 1 or how == "it is closed first":
+            return
+        if how == "it is closed":
             earlier.close()
-            if how == "there is no other":
-                return
+        else:
             connection._dial()
-            if how == "the descriptor is none":
-                raise OSError("bad file descriptor")
+        if "descriptor" in how:
+            raise OSError("bad file descriptor")
 
     transport, loop = TcpTransport(connection, RowsHere(SPEC, 4), 1), Loop(nested)
+    if how == "it is closed first":
+        earlier.close()
     transport.watch(loop, lambda: None)
-    if how == "there is no other":
+    if connection.link is earlier:
+        assert how == "it is closed" or not loop.watched
         connection._dial()
-    assert loop.watched == {connection.link.descriptor}
+    assert connection.link is following and loop.watched == {following.descriptor}
 
 
 def test_ctrl_c_anywhere_within_a_call_keeps_no_socket_open(stood):
