@@ -129,7 +129,6 @@ class ZmqSocket:
         if not self.send(number, frames):
             return None
         while True:
-            self._take_in()
             for answered, answer in list(self._arrived):
                 if answered in (number, 0):
                     self.settled(answered)
@@ -137,6 +136,7 @@ class ZmqSocket:
             if self.broken or (left := until - time.monotonic()) <= 0:
                 return None
             self._wait(left)
+            self._take_in()
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
@@ -224,14 +224,10 @@ class ZmqSocket:
 
     def _take_in(self) -> None:
         """Receive the messages that have arrived."""
-        while True:
-            with self._within(moving=True) as whole:
-                if not whole:
-                    return
-                try:  # as bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    return
+        with self._within(moving=True) as whole, contextlib.suppress(zmq.Again):
+            while whole and not self.broken:
+                # As bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise.
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 self._arrived.append((number_in(frames[0]), frames))
 
     def _wait(self, timeout: float) -> None:
