@@ -168,10 +168,12 @@ def impatient(monkeypatch):
     monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 0.3)
 
 
-def test_a_server_that_never_shakes_hands_is_gone(impatient):
+def test_a_server_that_never_shakes_hands_is_gone(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 1000.0)
         connection = Connection.direct(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
         assert connection.server_lives(), "it may still come"
+        monkeypatch.setattr("jurybox.client.remote.connection._TIMEOUT", 0.3)
         wait_until(lambda: not connection.server_lives(), 20, "it was waited for long enough")
         connection.close()
 
