@@ -18,6 +18,7 @@ from tests.moments import each_moment
 from tests.serving import wait_until
 
 from jurybox import native
+from jurybox.client.control import Wires
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import Connection
@@ -563,3 +564,33 @@ def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothi
             assert engine.has(asked) == bool(engine._arrived)
             fell += moment.fell
     assert fell > 3
+
+
+@pytest.mark.parametrize("within", ["send", "recv", "poll", "poll of several"])
+@pytest.mark.parametrize("end", ["engine", "transport", "link"])
+def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(monkeypatch, tmp_path, within, end):
+    """As pyzmq runs a signal handler that closes it, when it has looked whether it is open."""
+    monkeypatch.setattr(libzmq, "can_dial", lambda address: False)
+    wires, open_within = Wires(), []
+    transport = libzmq.ZmqTransport(wires.context, [f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/other"], LANE, LEASE)
+    engine = transport._attached(0, LIFE)
+    ends = {"engine": lambda: transport._drop((0, LIFE)), "transport": transport.close, "link": wires.leave}
+
+    def nested(*_):
+        ends[end]()
+        open_within.append(not engine.socket.closed)
+        raise zmq.Again
+
+    where, name, call = {
+        "send": (engine, "_send", lambda: engine.send(1, 0, 1, 0, 0, 0)),
+        "recv": (engine, "_receive_now", lambda: engine.answers(0)),
+        "poll": (type(engine.socket), "poll", lambda: engine.wait(0.01)),
+        "poll of several": (zmq.Poller, "poll", lambda: (transport._attached(1, LIFE), transport.receive(0.01))),
+    }[within]
+    monkeypatch.setattr(where, name, nested)
+    with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
+        call()
+    assert open_within == [True]
+    wait_until(lambda: engine.socket.closed, 20, "it is closed")
+    transport.close()
+    wires.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
+from jurybox.client.held_socket import HeldSocket
 from jurybox.client.remote.keys import Keys
 from jurybox.client.transports.direct import number_in
 from jurybox.protocol.descriptors import require
@@ -56,15 +55,11 @@ def open_socket(
     return socket
 
 
-class ZmqSocket:
+class ZmqSocket(HeldSocket):
     """One connection over a libzmq socket, with the methods of native.Zmtp that a lane of a relay uses.
 
     A message of several frames is sent and received by several calls of pyzmq. A call that finds another one within a
     message, which was interrupted or in which it is nested, knows by `torn` that the connection must be replaced.
-
-    pyzmq runs signal handlers, and the garbage collector destructors, also when it has looked whether a socket is open
-    and before it uses it. A socket that a nested call closes there is freed memory, or already the next socket, which
-    would get the rest of a message or lose one. So as long as calls are within it, the last of them closes it.
 
     Attributes:
         broken: whether it must be replaced. Messages that have arrived stay.
@@ -77,10 +72,7 @@ class ZmqSocket:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
         require(_FILES, f"a connection to {address}")
-        self.broken = self.was_ready = self._torn = False
-        self._pid = os.getpid()
-        self._calls = itertools.count(1)
-        self._inside: dict[int, None] = {}  # the numbers of the calls that are within a call of pyzmq
+        self.was_ready = self._torn = False
         self._moving: int | None = None  # the one that is within a message, or was when it was interrupted
         self._asked: dict[int, None] = {}  # the numbers of messages whose answers are not settled
         self._arrived: list[tuple[int, list[Any]]] = []  # answers that are not settled
@@ -88,9 +80,7 @@ class ZmqSocket:
         # immediately, even if the previous one is still open.
         self._socket = new_socket(context, keys, b"")
         self._events = self._socket.get_monitor_socket(_EVENTS)
-        self._open = [self._socket]
-        # What closes all sockets of a link (control.Wires) must ask here: a call may be within these.
-        getattr(context, "held", {}).update({id(self._socket): self, id(self._events): self})
+        super().__init__(self._socket, self._events)
         self._socket.connect(address)
         self.descriptor = int(self._socket.getsockopt(zmq.FD))
 
@@ -177,17 +167,6 @@ class ZmqSocket:
         self._torn, self.broken = self.torn, True  # also if this call is interrupted before there is another one
         self._close_if_left()
 
-    def _close_if_left(self) -> None:
-        """Close the socket if it is broken and no call is within it."""
-        if not self.broken or self._inside or self._pid != os.getpid():
-            return
-        with contextlib.suppress(IndexError):  # another call closes it
-            socket = self._open.pop()
-            with contextlib.suppress(zmq.ZMQError):  # the context has ended, or has closed it
-                socket.disable_monitor()
-            self._events.close()
-            socket.close()
-
     @contextlib.contextmanager
     def _within(self, *, moving: bool) -> Iterator[bool]:
         """Within the ``with`` block the socket stays open. False: it is broken.
@@ -212,8 +191,7 @@ class ZmqSocket:
             if not self.broken:  # else the context has ended
                 raise
         finally:
-            self._inside.pop(number, None)
-            self._close_if_left()
+            self._left(number)
 
     def _event(self) -> int:
         """Return the next event of the connection that has come; 0: none."""

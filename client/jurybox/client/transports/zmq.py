@@ -17,6 +17,7 @@ import zmq
 from zmq.backend import Socket as Bare  # the plain methods: what zmq.Socket adds takes as long as they do
 
 from jurybox.client.control import new_socket
+from jurybox.client.held_socket import HeldSocket
 from jurybox.client.in_flight import LOOK_AFTER, Answer, Claim, InFlight
 from jurybox.client.transports.direct import DirectCaller, DirectEngine, EngineLink, can_dial, number_in
 from jurybox.client.transports.transport import (
@@ -83,7 +84,11 @@ class ZmqTransport(Transport):
             return engines[0].answers(timeout)
         answers = [answer for engine in engines for answer in engine.answers(0)]
         if not answers and timeout > 0:
-            self._poller.poll(int(timeout * 1000 + 0.999))
+            with contextlib.ExitStack() as within:
+                for engine in engines:
+                    if isinstance(engine, _AttachedSocket):
+                        within.enter_context(engine.held.within())
+                self._poller.poll(int(timeout * 1000 + 0.999))
             answers = [answer for engine in engines for answer in engine.answers(0)]
         return answers
 
@@ -201,11 +206,13 @@ class _AttachedSocket(EngineLink):
 
     Attributes:
         unanswered: sequence numbers of tickets that were sent and are not settled.
+        held: closes the socket, when no call is within it.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, lane: int, lease: int, incarnation: int) -> None:
         super().__init__(lane, lease, incarnation)
         self.socket = socket
+        self.held = HeldSocket(socket)
         # One step of the interpreter connects, once. Two connections of one identity would take each other's answers.
         self._connecting = map(partial(Bare.connect, socket), (address,))
         self.descriptor = int(socket.getsockopt(zmq.FD))
@@ -222,10 +229,12 @@ class _AttachedSocket(EngineLink):
         frame = self.frame(sequence, first, rows, submitted, deadline, version)
         claim = self._move()
         try:
-            next(self._connecting, None)
-            self.unanswered[sequence] = None
-            self._newest = max(self._newest, sequence)
-            self._send(frame)
+            with self.held.within() as opened:
+                if opened:  # else its ticket is lost, and the lane knows
+                    next(self._connecting, None)
+                    self.unanswered[sequence] = None
+                    self._newest = max(self._newest, sequence)
+                    self._send(frame)
         except BaseException:
             self._moving[id(claim)] = _ENDED  # a traceback may keep the claim
             raise
@@ -235,7 +244,7 @@ class _AttachedSocket(EngineLink):
         """Send a ticket and return its answer if the next reply has it and arrives in time."""
         t = ticket
         self.send(t.sequence, t.first, t.rows, t.submitted, t.deadline, t.version)
-        if timeout >= LOOK_AFTER or self.socket.poll(int(timeout * 1000 + 0.999)):
+        if timeout >= LOOK_AFTER or self.wait(timeout):
             self.receive_one()
         return self.taken(t.sequence)
 
@@ -247,13 +256,14 @@ class _AttachedSocket(EngineLink):
                 return answer
         return None
 
-    def wait(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a frame, without receiving it."""
-        self.socket.poll(int(timeout * 1000 + 0.999))
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for a frame, without receiving it; return whether there is one."""
+        with self.held.within() as opened:
+            return opened and bool(self.socket.poll(int(timeout * 1000 + 0.999)))
 
     def close(self) -> None:
         """Close the socket. Tickets in flight are never answered."""
-        self.socket.close()
+        self.held.close()
 
     def receive_one(self) -> None:
         """Receive one frame, waiting at most LOOK_AFTER seconds."""
@@ -271,7 +281,9 @@ class _AttachedSocket(EngineLink):
         claim = self._move()
         self._taking[id(claim)] = self._newest
         try:
-            self._arrived.extend(frames)
+            with self.held.within() as opened:
+                if opened:
+                    self._arrived.extend(frames)
         except zmq.Again:
             pass
         except BaseException:
@@ -347,7 +359,6 @@ class _ZmqCaller(SocketCaller):
     def __init__(self, engine: _AttachedSocket, place: RowPlace) -> None:
         super().__init__(place, place.engine)
         self._engine = engine
-        self._socket = engine.socket
 
     def __call__(self, row: object, sequence: int, seconds: float) -> Any:
         engine, place = self._engine, self._place
@@ -358,7 +369,7 @@ class _ZmqCaller(SocketCaller):
         now = time.monotonic_ns()
         self.deadline = deadline = now + int(seconds * 1e9)
         engine.send(sequence, place.first, place.rows, now, deadline, 0)
-        if seconds < LOOK_AFTER and not self._socket.poll(int(seconds * 1000 + 0.999)):
+        if seconds < LOOK_AFTER and not engine.wait(seconds):
             return NOT_ANSWERED
         engine.receive_one()
         if (reply := engine.only(sequence)) is not None:
