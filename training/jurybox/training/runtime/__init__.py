@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from jurybox.training.runtime.role_context import Actor as Actor
     from jurybox.training.runtime.role_context import Evaluator as Evaluator
     from jurybox.training.runtime.role_context import Learner as Learner
+    from jurybox.training.runtime.role_context import Made as Made
+    from jurybox.training.runtime.role_context import Publishes as Publishes
     from jurybox.training.runtime.role_context import RoleContext as RoleContext
+    from jurybox.training.runtime.role_context import Trainer as Trainer
     from jurybox.training.runtime.run import run as run_plan
     from jurybox.training.runtime.serving import ServedModels as ServedModels
     from jurybox.training.runtime.serving import served_models as served_models
@@ -48,7 +51,7 @@ _FROM = {
         *("ReplaySpec", "RoleSpec", "RunError", "Timeouts"),
     ),
     "training.runtime.progress": ("COLUMNS",),
-    "training.runtime.role_context": ("Actor", "Evaluator", "Learner", "RoleContext"),
+    "training.runtime.role_context": ("Actor", "Evaluator", "Learner", "Made", "Publishes", "RoleContext", "Trainer"),
     "training.runtime.serving": ("ServedModels", "served_models"),
     "training.runtime.settings": ("Settings",),
 }
@@ -66,11 +69,13 @@ __all__ = [
     "Field",
     "Kind",
     "Learner",
+    "Made",
     "Outcome",
     "Pace",
     "Plan",
     "PlanError",
     "PolicyServer",
+    "Publishes",
     "ReplaySpec",
     "RoleContext",
     "RoleSpec",
@@ -80,6 +85,7 @@ __all__ = [
     "Settings",
     "Signals",
     "Timeouts",
+    "Trainer",
     "WeightsLayout",
     "run_plan",
     "served_models",

@@ -125,6 +125,8 @@ class Orchestrator:
                     self._notify(f"{reason.value}: actors and learners end, and the last evaluation follows")
                 self._rules.close(learners=time.monotonic() - self._closed_at > _CATCH_UP_SECONDS)
             elif reason is not None:
+                if reason is End.SECONDS:
+                    self._rules.close(learners=True)  # or a long step would go on
                 return reason
             if self._is_finished() or (reason and time.monotonic() - self._closed_at > self._plan.timeouts.save):
                 return reason or End.STEPS
@@ -207,7 +209,7 @@ class Orchestrator:
     def _state_of(self, child: RoleChild) -> Path | None:
         # An actor's old random state would make it repeat what was counted; a learner's optimiser is worth keeping.
         if self.latest is None or (
-            child.spec.kind is not Kind.LEARNER and self._scoreboard.orders[child.number][ControlWord.LIFE] > 0
+            not child.spec.kind.learns and self._scoreboard.orders[child.number][ControlWord.LIFE] > 0
         ):
             return None
         return self.latest.state_path(child.name)

@@ -26,6 +26,17 @@ class Kind(IntEnum):
     ACTOR = 1
     LEARNER = 2
     EVALUATOR = 3
+    TRAINER = 4  # collects and learns by itself: another library's loop
+
+    @property
+    def collects(self) -> bool:
+        """Whether it makes environment steps."""
+        return self in (Kind.ACTOR, Kind.TRAINER)
+
+    @property
+    def learns(self) -> bool:
+        """Whether it makes learner steps, and so has an optimiser that is worth keeping."""
+        return self in (Kind.LEARNER, Kind.TRAINER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class RoleSpec:
 
     Attributes:
         name: unique in the plan ("actor-0"); of its log file and in every message.
-        kind: which of the three it is.
+        kind: which of the four it is.
         make: "package.module:callable"; called with a `RoleContext` and `settings`, it gives the role (see
             `role_context`).
         settings: keyword arguments for `make`, as JSON holds them.
@@ -42,7 +53,8 @@ class RoleSpec:
         reads: weights channels that it follows.
         samples: replays that it samples from.
         publishes: the weights channel that it publishes on.
-        publish_every: learner steps between two publications; 0 publishes once, at the start.
+        publish_every: learner steps (of a trainer: its own steps) between two publications; 0 publishes once, at the
+            start.
         pace: of a learner; None: the plan's.
         evaluate_every: environment steps (of all actors together) between two evaluations.
         threads: that numerical libraries may use in its process.
@@ -193,9 +205,10 @@ class Timeouts:
     Attributes:
         start: of a process, until its role is made (imports included).
         reset: of one reset of an environment; time in it counts as nothing else.
-        actor, learner, evaluator: time without a heartbeat after which a running role counts as hung and is restarted.
+        actor, learner, evaluator, trainer: time without a heartbeat after which a running role counts as hung and is
+            restarted.
         stall: time that one role may wait for another before the watchdog looks for the cause.
-        save: for a checkpoint. stop: for an orderly end of the roles.
+        save: for a checkpoint, for which roles end the steps that they are in. stop: for an orderly end of the roles.
         settled: time from a role's start to its last step after which its count of failures is reset.
         failures: of one role in a row, after which the run ends (or goes on serially).
         back_off: waits before the first, second, ... restart in a row; the last one repeats.
@@ -205,6 +218,7 @@ class Timeouts:
     actor: float = 30.0
     learner: float = 60.0
     evaluator: float = 600.0
+    trainer: float = 600.0
     reset: float = 600.0
     stall: float = 60.0
     save: float = 60.0
@@ -223,7 +237,8 @@ class Timeouts:
 
     def of(self, kind: Kind) -> float:
         """The time-out for signs of life of a role of this kind."""
-        return {Kind.ACTOR: self.actor, Kind.LEARNER: self.learner, Kind.EVALUATOR: self.evaluator}[kind]
+        seconds: float = getattr(self, kind.name.lower())
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,12 +311,12 @@ class Plan:
                 ) from error
         if self.server is not None and (unmatched := self.server.models.keys() - channels):
             raise PlanError(f"the server is to have {unmatched.pop()!r}, which the plan has no channel for")
-        if not self.of_kind(Kind.ACTOR):
-            raise PlanError("a run needs an actor: nothing would ever happen")
+        if not self.of_kind(Kind.ACTOR, Kind.TRAINER):
+            raise PlanError("a run needs an actor or a trainer: nothing would ever happen")
 
-    def of_kind(self, kind: Kind) -> list[int]:
-        """The numbers of the roles of this kind."""
-        return [number for number, role in enumerate(self.roles) if role.kind is kind]
+    def of_kind(self, *kinds: Kind) -> list[int]:
+        """The numbers of the roles of these kinds."""
+        return [number for number, role in enumerate(self.roles) if role.kind in kinds]
 
     def pace_of(self, number: int) -> Pace:
         """The pace of a role."""

@@ -141,7 +141,7 @@ class RunMetrics:
             "learner_steps": self._scoreboard.learner_steps,
             "epochs": self._scoreboard.epochs,
             "episodes": self._scoreboard.episodes,
-            "lag": float(self._scoreboard.records[self._plan.of_kind(Kind.ACTOR), Word.LAG].max()),
+            "lag": float(self._scoreboard.records[self._plan.of_kind(Kind.ACTOR), Word.LAG].max(initial=0)),
             "forced_syncs": float(self._scoreboard.records[:, Word.FORCED].sum()),
             "restarts": float(self._scoreboard.control[:, ControlWord.RESTARTS].sum()),
         }
@@ -285,7 +285,8 @@ class View(Closing):
     def line(self, now: float) -> str:
         """The state of the run in one line; speeds since the line before (on a terminal: in the last seconds)."""
         then, env_steps, learner_steps = self._before
-        steps, learned = self._scoreboard.env_steps, self._scoreboard.learner_steps
+        steps = self._scoreboard.env_steps + self._scoreboard.under_way
+        learned = self._scoreboard.learner_steps
         seconds = max(now - then, 1e-9)
         if seconds > 2.0:
             self._before = (now, steps, learned)

@@ -1,5 +1,5 @@
-"""What a role is written against: the base classes `Actor`, `Learner`, `Evaluator`, and the `RoleContext` they are
-given.
+"""What a role is written against: the base classes `Actor`, `Learner`, `Evaluator` and `Trainer`, and the
+`RoleContext` they are given.
 
 A role is made by the callable that its `RoleSpec.make` names: ``make(context, **settings)``. It takes what it needs
 from its `RoleContext`: replays, weights, a seed, a place to report. It never starts a process, opens shared memory or
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,10 @@ _REPORT_SECONDS = 0.5
 _LONG_RESET_NS = 1_000_000_000  # after which others may have begun to wait
 _SHORT_WAIT_NS = 100_000  # shorter ones are counted and not drawn
 _MOST_EPISODES = 512  # in one report
+
+
+class Abandoned(Exception):
+    """The run stops, and a role leaves the step that it is in; `RoleContext.goes_on` raises it for the driver."""
 
 
 class Diverged(ValueError):
@@ -99,6 +103,7 @@ class RoleContext:
         life: 1 for the first process of this role, one more for each restart.
         folders: the run's on this machine; None: the plan's own.
         evaluated: folder for weights that an evaluation likes best; None: they are not kept.
+        beat: what a driver in the same process does in between, within a long step.
 
     Attributes:
         spec: the role's part of the plan.
@@ -120,6 +125,7 @@ class RoleContext:
         folders: Mapping[str, str] | None = None,
         evaluated: Path | None = None,
         certainly: Callable[[Message], None] | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan = plan
         self.number = number
@@ -138,6 +144,7 @@ class RoleContext:
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]
         self._send, self._send_reliably = send, certainly or send
+        self._beat = beat
         self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
         self._cached: dict[str, CachedReader] = {}
         self._timeline = self.scoreboard.timeline[number]
@@ -175,8 +182,8 @@ class RoleContext:
 
     @property
     def worker_index(self) -> int:
-        """Number of this role among those that have environments: actors from 1 on, then evaluators."""
-        players = [*self.plan.of_kind(Kind.ACTOR), *self.plan.of_kind(Kind.EVALUATOR)]
+        """Number of this role among those that have environments: actors from 1 on, trainers, evaluators."""
+        players = [n for kind in (Kind.ACTOR, Kind.TRAINER, Kind.EVALUATOR) for n in self.plan.of_kind(kind)]
         return 1 + players.index(self.number)
 
     @property
@@ -186,7 +193,7 @@ class RoleContext:
 
     @property
     def own_steps(self) -> int:
-        """Steps of this role, over all restarts: environment steps of an actor, learner steps of a learner."""
+        """Steps of this role, over all restarts: learner steps of a learner, environment steps of others."""
         return self.words[Word.ENV_STEPS] or self.words[Word.LEARNER_STEPS] + self.uncounted
 
     @property
@@ -204,9 +211,9 @@ class RoleContext:
         """Report numbers; their mean since the last report is recorded.
 
         Raises:
-            Diverged: a learner reports a loss ("loss" is in its name) that is not finite.
+            Diverged: a learner or trainer reports a loss ("loss" is in its name) that is not finite.
         """
-        if self.spec.kind is Kind.LEARNER:
+        if self.spec.kind.learns:
             check_losses(numbers)
         for name, value in numbers.items():
             total, count = self._sums.get(name, (0.0, 0))
@@ -280,6 +287,26 @@ class RoleContext:
         self.words[Word.BUSY] += now - self._mark
         self.words[Word.HEARTBEAT] = now
         self._mark = now
+
+    def goes_on(self, env_steps: int = 0) -> bool:
+        """Whether a long step may go on; a trainer asks after everything that it does in one.
+
+        It is a sign of life, and in a serial run the moment in which everything else happens. Where the time is up, the
+        step should end with what it has made.
+
+        Args:
+            env_steps: those of this step so far, to be shown.
+
+        Raises:
+            Abandoned: the run stops: nothing of this step counts. Let it pass.
+        """
+        self.words[Word.UNDER_WAY] = env_steps
+        self.alive()
+        self.report()
+        self._beat()
+        if self.order is Order.STOP:
+            raise Abandoned
+        return not self._orders[ControlWord.CLOSING]
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
@@ -388,7 +415,21 @@ class Actor(Role, ABC):
         """
 
 
-class Learner(Role, ABC):
+class Publishes(Role):
+    """What learners and trainers have in common: they publish weights."""
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        """What to publish: a module, state_dict or dict of arrays of the channel's layout, and the extra with it."""
+        raise NotImplementedError(f"{type(self).__name__} publishes nothing: leave RoleSpec.publishes empty")
+
+    def adopt(self, published: WeightsReader) -> None:
+        """Load the newest publication of a predecessor that died; the optimiser may start afresh.
+
+        Called after `restore`, and only in a life after the first.
+        """
+
+
+class Learner(Publishes, ABC):
     """Learns from samples, and publishes weights."""
 
     def ready(self) -> bool:
@@ -399,14 +440,26 @@ class Learner(Role, ABC):
     def step(self) -> None:
         """One optimiser step; it counts when this returns. Report numbers with ``context.metrics(...)``."""
 
-    def publication(self) -> tuple[Any, dict[str, Any] | None]:
-        """What to publish: a module, state_dict or dict of arrays of the channel's layout, and the extra with it."""
-        raise NotImplementedError(f"{type(self).__name__} publishes nothing: leave RoleSpec.publishes empty")
 
-    def adopt(self, published: WeightsReader) -> None:
-        """Load the newest publication of a predecessor that died; the optimiser may start afresh.
+class Made(NamedTuple):
+    """What a step of a trainer has made."""
 
-        Called after `restore`, and only in a life after the first.
+    env_steps: int
+    gradient_steps: int
+
+
+class Trainer(Publishes, ABC):
+    """Collects and learns by itself, and publishes weights: another library's loop inside a run.
+
+    Example: `jurybox.training.roles.sb3.SB3Trainer`, which runs any model of Stable-Baselines3.
+    """
+
+    @abstractmethod
+    def step(self) -> Made:
+        """Collect, and learn from it: one rollout and its update, say; it counts when this returns.
+
+        Call ``context.goes_on(...)`` in between, and end early if it says so. Report episodes and numbers as actors and
+        learners do. A checkpoint waits for the end of the step, for at most ``Timeouts.save`` seconds.
         """
 
 

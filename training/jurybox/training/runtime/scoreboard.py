@@ -58,6 +58,7 @@ class Word(IntEnum):
     UNREADY = 21  # 1: steps of this learner are due, and it waits for more rows
     RESETS_SINCE = 22  # when the reset of an environment began that is going on; 0: none is
     ROWS_DROPPED = 23  # rows that a learner came too late for: of too old a policy, or overwritten
+    UNDER_WAY = 24  # environment steps of the step that a trainer is in: not counted yet
 
 
 PROGRESS = (Word.ENV_STEPS, Word.LEARNER_STEPS, Word.EVALUATED_AT)
@@ -201,6 +202,11 @@ class RunScoreboard:
     @property
     def env_steps(self) -> int:
         return sum(words[Word.ENV_STEPS] for words in self.words)
+
+    @property
+    def under_way(self) -> int:
+        """Environment steps of trainers' steps that have not ended: for displays."""
+        return sum(words[Word.UNDER_WAY] for words in self.words)
 
     @property
     def learner_steps(self) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from jurybox.training.checkpoints import Checkpoint, Checkpoints, write_state
 from jurybox.training.runtime.plan import End, Kind, Plan
 from jurybox.training.runtime.progress import RunMetrics
-from jurybox.training.runtime.role_context import Message, RoleContext
-from jurybox.training.runtime.scoreboard import ControlWord, State, Subject, Word
+from jurybox.training.runtime.role_context import Abandoned, Message, RoleContext
+from jurybox.training.runtime.scoreboard import ControlWord, Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources, progress_of
 from jurybox.training.runtime.turns import Rules, Turn, make_turn, no_exit
 
@@ -23,7 +23,7 @@ class Deadlock(RuntimeError):
 
 
 class Serial:
-    """Takes turns: an actor one, then every learner as many as are due, then every evaluator its own if it is due.
+    """Takes turns: an actor or trainer one, then every learner as many as are due, then evaluators if theirs is due.
 
     Args:
         shared: of the run.
@@ -49,27 +49,31 @@ class Serial:
         self._saved = progress_of(resumed)  # of the newest checkpoint
         self._tried_at = shared.scoreboard.env_steps  # to make one
         self._turns: list[Turn] = []
+        self._ending: Callable[[], End | None] = lambda: None
+        self._tick: Callable[[], None] = lambda: None
         if shared.scoreboard.control[:, ControlWord.RESTARTS].any():  # of the processes whose run goes on here
             shared.repair_replays(plan)
         try:
-            # Learners first: they publish what actors begin with.
-            for number in sorted(range(len(plan.roles)), key=lambda n: plan.roles[n].kind is not Kind.LEARNER):
+            # Who learns first: it publishes what the others begin with.
+            for number in sorted(range(len(plan.roles)), key=lambda n: not plan.roles[n].kind.learns):
                 orders = shared.scoreboard.orders[number]
                 orders[ControlWord.LIFE] += 1
                 kept, life = checkpoints.folder, orders[ControlWord.LIFE]
-                context = RoleContext(plan, number, shared, self._handle_message, life=life, evaluated=kept)
+                context = RoleContext(
+                    plan, number, shared, self._handle_message, life=life, evaluated=kept, beat=self._beat
+                )
                 context.words[Word.LIFE] = context.life
-                # Who takes over from processes that died goes on from what is shared; a learner from its optimiser too.
-                goes_on = resumed and (context.life == 1 or context.spec.kind is Kind.LEARNER)
+                # Who takes over from processes that died goes on from what is shared, and with its optimiser.
+                goes_on = resumed and (context.life == 1 or context.spec.kind.learns)
                 state = resumed.state(context.name) if resumed and goes_on else None
                 self._turns.append(make_turn(context, self._rules, state))
                 context.begin()
         except BaseException:
             self.close()
             raise
-        self._actors = [turn for turn in self._turns if turn.context.spec.kind is Kind.ACTOR]
+        self._collectors = [turn for turn in self._turns if turn.context.spec.kind.collects]
         self._others = sorted(
-            (turn for turn in self._turns if turn not in self._actors), key=lambda turn: turn.context.spec.kind
+            (turn for turn in self._turns if turn not in self._collectors), key=lambda turn: turn.context.spec.kind
         )
 
     def run(self, ending: Callable[[], End | None], tick: Callable[[], None]) -> End:
@@ -78,13 +82,17 @@ class Serial:
         Raises:
             Deadlock: no role can take a turn.
         """
+        self._ending, self._tick = ending, tick
         while True:
             moved = False
-            for turn in (self._next_actor(), *self._others):
+            for turn in (self._next_collector(), *self._others):
                 # Learners make all the steps that are due, so that the ratio holds after every round.
                 while turn.may() and ending() is None:
-                    with no_exit(turn.context.name):
-                        turn.take()
+                    try:
+                        with no_exit(turn.context.name):
+                            turn.take()
+                    except Abandoned:
+                        return End.SIGNAL  # the checkpoint before stands: this role cannot be saved in its step
                     turn.context.report()
                     moved = True
                     if turn.context.spec.kind is not Kind.LEARNER:
@@ -103,9 +111,19 @@ class Serial:
             if self._checkpoint_due():
                 self.save()
 
-    def _next_actor(self) -> Turn:
-        """The actor with the fewest steps."""
-        return min(self._actors, key=lambda turn: turn.context.words[Word.EPOCHS])
+    def _beat(self) -> None:
+        """What happens between two steps, within a long one."""
+        self._tick()
+        reason = self._ending()
+        if reason is End.SIGNAL:
+            for orders in self._shared.scoreboard.orders:
+                orders[ControlWord.ORDER] = Order.STOP
+        elif reason is not None:
+            self._rules.close()
+
+    def _next_collector(self) -> Turn:
+        """The actor or trainer with the fewest steps."""
+        return min(self._collectors, key=lambda turn: turn.context.words[Word.EPOCHS])
 
     def save(self) -> None:
         """Make a checkpoint now; a full disk costs the checkpoint and not the run."""

@@ -36,7 +36,7 @@ _COUNTS = (
 
 def counted(checkpoint: Checkpoint | None, word: Word) -> int:
     """The sum of a counter over all roles of a checkpoint; 0 without one."""
-    roles = {} if checkpoint is None else checkpoint.document["roles"]
+    roles = {} if checkpoint is None else checkpoint.document.get("roles", {})  # a training without roles has none
     return sum(int(counts[_COUNTS.index(word)]) for _, counts in roles.values())
 
 
@@ -203,10 +203,8 @@ class SharedResources(Closing):
                 )
         expected = {"replays": [each.name for each in plan.replays], "channels": [each.name for each in plan.channels]}
         for what, names in expected.items():
-            if checkpoint.document[what] != names:
-                raise CheckpointError(
-                    f"{checkpoint.folder} has the {what} {checkpoint.document[what]}, this plan has {names}"
-                )
+            if (found := checkpoint.document.get(what)) != names:
+                raise CheckpointError(f"{checkpoint.folder} has the {what} {found}, this plan has {names}")
         numbers = {role.name: [number] for number, role in enumerate(plan.roles)}
         roles, actors = checkpoint.document["roles"], plan.of_kind(Kind.ACTOR)
         named = {name for name, (kind, _) in roles.items() if kind == Kind.ACTOR}

@@ -13,7 +13,7 @@ from typing import Any, cast
 from jurybox.protocol.errors import Timeout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.training.runtime.plan import Kind, Plan, load
-from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Role, RoleContext
+from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Publishes, Role, RoleContext, Trainer
 from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, Subject, Word
 from jurybox.training.runtime.serving import ServedChannel
 
@@ -210,12 +210,16 @@ class ActorTurn(Turn):
             words[Word.MOVED_AT] = time.monotonic_ns()
 
 
-class LearnerTurn(Turn):
-    """A step, then a publication if due."""
+class PublishingTurn(Turn):
+    """A turn of a role that publishes.
 
-    def __init__(self, role: Learner, context: RoleContext, rules: Rules, *, publish: bool) -> None:
+    Args:
+        publish: whether the role has something to begin with; else it goes on with what is published.
+    """
+
+    def __init__(self, role: Publishes, context: RoleContext, rules: Rules, *, publish: bool) -> None:
         super().__init__(role, context, rules)
-        self._learner = role
+        self._publishes = role
         self._every = context.spec.publish_every
         self._publisher: Publisher | None = None
         self._served: ServedChannel | None = None
@@ -230,6 +234,35 @@ class LearnerTurn(Turn):
                 state, version, _ = self._published.read(timeout=_READ_SECONDS)
                 self._served.publish(state, version)
 
+    def close(self) -> None:
+        if self._served is not None:
+            self._served.close()
+        if self._publisher is not None:
+            self._publisher.close()
+        super().close()
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            weights, extra = self._publishes.publication()
+            # What is not finite reaches no actor, no evaluation and no file.
+            version = self._publisher.publish(weights, extra, check_finite=True)
+            self.context.words[Word.VERSION] = version
+            if self._served is not None:
+                self._served.publish(weights, version)
+
+    def _restore_served(self) -> None:
+        """Give a server that lost them the weights again: there may be nothing new to publish, and others wait."""
+        if self._served is not None:
+            self._served.restore(self._published)
+
+
+class LearnerTurn(PublishingTurn):
+    """A step, then a publication if due."""
+
+    def __init__(self, role: Learner, context: RoleContext, rules: Rules, *, publish: bool) -> None:
+        super().__init__(role, context, rules, publish=publish)
+        self._learner = role
+
     def may(self) -> bool:
         # First, since actors go on meanwhile: what they add after this look is for the next one.
         over = self.rules.collected()
@@ -239,8 +272,7 @@ class LearnerTurn(Turn):
         self.context.words[Word.UNREADY] = due and not ready
         if ready:
             return True
-        if self._served is not None:  # this learner may have nothing new to publish, and others wait for its weights
-            self._served.restore(self._published)
+        self._restore_served()
         # If no rows will be added any more, a learner without enough of them is done.
         self.context.words[Word.DONE] = steps + 1
         return self._set_waiting(Subject.ORDERS if over else Subject.READY if due else Subject.STEPS)
@@ -256,21 +288,33 @@ class LearnerTurn(Turn):
         words[Word.LEARNER_STEPS] += 1
         words[Word.MOVED_AT] = time.monotonic_ns()
 
-    def close(self) -> None:
-        if self._served is not None:
-            self._served.close()
-        if self._publisher is not None:
-            self._publisher.close()
-        super().close()
 
-    def _publish(self) -> None:
-        if self._publisher is not None:
-            weights, extra = self._learner.publication()
-            # What is not finite reaches no actor, no evaluation and no file.
-            version = self._publisher.publish(weights, extra, check_finite=True)
-            self.context.words[Word.VERSION] = version
-            if self._served is not None:
-                self._served.publish(weights, version)
+class TrainerTurn(PublishingTurn):
+    """A step, which collects and learns, then a publication if due."""
+
+    def __init__(self, role: Trainer, context: RoleContext, rules: Rules, *, publish: bool) -> None:
+        super().__init__(role, context, rules, publish=publish)
+        self._trainer = role
+
+    def may(self) -> bool:
+        if not self.rules.collected():
+            return True
+        self._restore_served()
+        return self._set_waiting(Subject.ORDERS)
+
+    def take(self) -> None:
+        words = self.context.words
+        try:
+            made = self._trainer.step()
+        finally:
+            words[Word.UNDER_WAY] = 0
+        if self._every and (words[Word.EPOCHS] + 1) % self._every == 0:
+            self._publish()
+        self.context.report(now=True)  # before they count, so that the row of these steps has their numbers
+        words[Word.EPOCHS] += 1
+        words[Word.LEARNER_STEPS] += made.gradient_steps
+        words[Word.ENV_STEPS] += made.env_steps
+        words[Word.MOVED_AT] = time.monotonic_ns()
 
 
 class EvaluatorTurn(Turn):
@@ -321,22 +365,27 @@ def make_turn(context: RoleContext, rules: Rules, state: dict[str, Any] | None) 
     """
     with no_exit(context.name):
         role = load(context.spec.make)(context, **context.spec.settings)
-    expected = {Kind.ACTOR: Actor, Kind.LEARNER: Learner, Kind.EVALUATOR: Evaluator}[context.spec.kind]
+    expected = {Kind.ACTOR: Actor, Kind.LEARNER: Learner, Kind.EVALUATOR: Evaluator, Kind.TRAINER: Trainer}[
+        context.spec.kind
+    ]
     if not isinstance(role, expected):
         raise TypeError(
-            f"{context.spec.make} made a {type(role).__name__} for {context.name}, expected an {expected.__name__}"
+            f"{context.spec.make} made a {type(role).__name__} for {context.name}, expected the "
+            f"{expected.__name__} that the plan says"
         )
     if state is not None:
         role.restore(state)
     if isinstance(role, Learner):
         return LearnerTurn(role, context, rules, publish=not _adopt_published(role, context))
+    if isinstance(role, Trainer):
+        return TrainerTurn(role, context, rules, publish=not _adopt_published(role, context))
     if isinstance(role, Actor):
         return ActorTurn(role, context, rules)
     return EvaluatorTurn(cast(Evaluator, role), context, rules)
 
 
-def _adopt_published(learner: Learner, context: RoleContext) -> bool:
-    """Whether there are published weights, which the successor of a killed learner adopts."""
+def _adopt_published(role: Publishes, context: RoleContext) -> bool:
+    """Whether there are published weights, which the successor of a killed role adopts."""
     if context.spec.publishes is None:
         return False
     reader = context.shared.reader(context.spec.publishes)
@@ -344,7 +393,7 @@ def _adopt_published(learner: Learner, context: RoleContext) -> bool:
         return False
     if context.life > 1:
         try:
-            learner.adopt(reader)
+            role.adopt(reader)
         except Timeout as error:  # a single slot, and its publisher was killed in the midst of writing it
             context.say(f"{context.name} begins from its last checkpoint: {error}")
             return False

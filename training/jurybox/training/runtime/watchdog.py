@@ -73,7 +73,7 @@ def providers(plan: Plan, scoreboard: RunScoreboard, number: int) -> list[int]:
     subject, which = scoreboard.waits_for(number)
     match subject:
         case Subject.STEPS:
-            return plan.of_kind(Kind.ACTOR)
+            return plan.of_kind(Kind.ACTOR, Kind.TRAINER)
         case Subject.READY:
             wanted = set(plan.roles[number].samples)
             return [other for other, role in enumerate(plan.roles) if wanted & set(role.writes)]
