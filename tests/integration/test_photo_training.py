@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.serving import START, launch, serving, wait_until
+from tests.unit.runtime.toys import Rows
 from typer.testing import CliRunner
 
 from jurybox.client import connect
@@ -28,13 +29,14 @@ from jurybox.studies.photo import train as photo_run
 from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary
 from jurybox.studies.photo.environment.photo_edit import build
 from jurybox.studies.photo.environment.scorer import LocalScorer
-from jurybox.studies.photo.learning import PhotoTraining, columns, train
+from jurybox.studies.photo.learning import PhotoTraining, plan
 from jurybox.studies.photo.train import juror_of
 from jurybox.training import interrupts
 from jurybox.training.cli import train as train_app
-from jurybox.training.run_folder import RunLog, read_metrics
+from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.local_server import LocalServer, ServerNotStarted
 from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.run import run as run_plan
 from jurybox.training.trainings.progress import Watcher
 
 JUROR = "tests.unit.studies.photo.cheap_juror:middle_grey"
@@ -112,14 +114,15 @@ def test_without_a_server_the_error_says_how_to_start_one(tmp_path, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
-class Restarts(Watcher):
+class Restarts:
     """Replaces the server in the middle of a training."""
 
     def __init__(self, folder, first, models=MODEL, **options):
         self.folder, self.server, self.replaced_at = folder, first, None
         self.models, self.options = models, options
 
-    def advance(self, done, numbers=None):
+    def __call__(self, shared):
+        done = shared.scoreboard.env_steps + shared.scoreboard.under_way
         if done >= 16 and self.replaced_at is None:
             self.replaced_at = done
             assert self.server.stop() == 0
@@ -133,14 +136,15 @@ def test_workers_continue_when_the_server_is_restarted(tmp_path):
     watcher = Restarts(tmp_path / "server", first)
     config = replace(settings.environment, address=first.address)
     try:
-        with RunLog(tmp_path / "run", columns(config)) as log:
-            model = train(settings.changed(environment=config), log, watcher=watcher)
+        outcome = run_plan(
+            plan(settings.changed(environment=config)), tmp_path / "run", Rows(), serial=True, watch=watcher
+        )
     finally:
         watcher.server.stop()
         if first.process.poll() is None:
             first.stop()
     assert watcher.replaced_at == 16
-    assert model.num_timesteps == 32
+    assert outcome.env_steps == 32
 
 
 @pytest.mark.slow
@@ -152,14 +156,15 @@ def test_workers_wait_until_a_restarted_server_has_the_juror_that_the_training_l
     settings = PhotoTraining(environment=config, seed=1, steps=32, envs=2, rollout=32, n_epochs=1)
     try:
         wait_until(lambda: "supervisor serving" in first.text(), START)
-        with juror_of(settings, tmp_path) as loaded, RunLog(tmp_path / "run", columns(loaded)) as log:
-            model = train(settings.changed(environment=loaded), log, watcher=watcher)
+        with juror_of(settings, tmp_path) as loaded:
+            planned = plan(settings.changed(environment=loaded))
+            outcome = run_plan(planned, tmp_path / "run", Rows(), serial=True, watch=watcher)
     finally:
         for each in {watcher.server, first}:
             if each.process.poll() is None:
                 each.stop()
     assert watcher.replaced_at == 16
-    assert model.num_timesteps == 32
+    assert outcome.env_steps == 32
 
 
 def test_the_server_marks_an_audit_juror(tmp_path, server):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.serving import wait_until
+from tests.unit.runtime import toys
 from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
 from typer.testing import CliRunner
 
@@ -23,13 +24,13 @@ from jurybox.server.models import ServedModel
 from jurybox.studies.hockey import train as hockey
 from jurybox.studies.photo.environment import PhotoConfig
 from jurybox.studies.photo.environment.edits import Edits, apply, apply_full
-from jurybox.studies.photo.learning import METRICS, PhotoTraining, train
+from jurybox.studies.photo.learning import PhotoTraining, plan
 from jurybox.training import interrupts
 from jurybox.training.algorithms import served_networks
 from jurybox.training.film import save_film
 from jurybox.training.policies import Acting, Acts, Description, Policy, PolicyError, choose, play, policies
 from jurybox.training.policy_commands import edit, policy
-from jurybox.training.run_folder import RunLog
+from jurybox.training.runtime.run import run
 from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
 
 JUROR = "tests.unit.studies.photo.cheap_juror:middle_grey"
@@ -49,8 +50,7 @@ def photo_run(tmp_path_factory):
     settings = PhotoTraining(
         environment=PhotoConfig(scorer="local", juror=JUROR), steps=16, envs=2, rollout=16, n_epochs=1, hidden=(8,)
     )
-    with RunLog(folder, METRICS) as log:
-        train(settings, log, serial=True)
+    run(plan(settings, serial=True), folder, toys.Rows(), serial=True)
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import asdict
 
 import pytest
 from tests.integration.cluster.clusters import nodes
@@ -11,10 +12,11 @@ from tests.serving import serving
 
 from jurybox.cluster.env_workers import Needs
 from jurybox.studies.photo.environment import PhotoConfig
-from jurybox.studies.photo.learning import METRICS, PhotoTraining, make_environments, train
+from jurybox.studies.photo.learning import METRICS, PhotoTraining, make_environments, plan
 from jurybox.studies.workflow import train as workflow_run
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training.run_folder import RunLog
+from jurybox.training.runtime.run import run
 from jurybox.training.trainings.launchers import spread_named
 from jurybox.training.trainings.progress import Watcher
 
@@ -71,6 +73,15 @@ def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
     assert ray["env_worker_restarts"] == 0
 
 
+def train(settings, folder, watch=None, *, spread=None):
+    with RunLog(folder, [*METRICS, "env_worker_restarts", "episodes_cut"]) as log:
+        run(plan(settings, spread=spread), folder, log, serial=True, watch=watch)
+
+
+def made(shared):
+    return shared.scoreboard.env_steps + shared.scoreboard.under_way
+
+
 class KillsOnce(Watcher):
     """Kills a node in the middle of a training, and adds another."""
 
@@ -96,20 +107,18 @@ def test_a_search_continues_when_the_node_of_its_networks_dies(tmp_path):
 def test_photos_are_edited_on_another_node_and_scored_over_the_network(tmp_path):
     with nodes() as cluster, serving(tmp_path / "server", MODEL, grpc="127.0.0.1:0") as server:
         settings = PHOTO.changed(seed=3, environment=PhotoConfig(address=server.address))
-        with RunLog(tmp_path / "local", METRICS) as log:
-            train(settings, log)
+        train(settings, tmp_path / "local")
         doomed = cluster.add("away")
         with spread_named("ray", cluster.address, AWAY) as spread:
-            environments = make_environments(settings, spread)
+            environments = make_environments(settings, ray=asdict(AWAY))
             addresses = {scorer._scorer.address for scorer in environments.get_attr("scorer")}
             assert addresses == {f"grpc://{server.listening('grpc')}"}
             environments.close()
-            with RunLog(tmp_path / "ray", METRICS) as log:
-                train(settings, log, spread=spread)
-            with RunLog(tmp_path / "killed", METRICS) as log:
-                train(settings, log, spread=spread, watcher=KillsOnce(cluster, doomed, 20))
+            train(settings, tmp_path / "ray", spread=spread)
+            kills = KillsOnce(cluster, doomed, 20)
+            train(settings, tmp_path / "killed", lambda shared: kills.advance(made(shared)), spread=spread)
     names = ("episodes", "return_mean", "policy_loss", "value_loss", "score_after")
     assert len(columns(tmp_path / "local", *names)) == 2
     assert columns(tmp_path / "local", *names) == columns(tmp_path / "ray", *names)
-    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
-    assert summary["env_steps"] == 32 and summary["env_worker_restarts"] == 2 and summary["episodes_cut"] == 4
+    ((steps, restarts, cut),) = columns(tmp_path / "killed", "env_steps", "env_worker_restarts", "episodes_cut")[-1:]
+    assert (steps, float(restarts), float(cut)) == ("32", 2, 4)

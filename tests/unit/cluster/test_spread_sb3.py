@@ -11,8 +11,6 @@ from tests.unit.trainings.worker_environments import Counting
 
 from jurybox.cluster.sb3_env import SpreadVecEnv, dealt
 from jurybox.cluster.vector_env import EnvGroup
-from jurybox.studies.photo.recorder import Recorder
-from jurybox.training.run_folder import RunLog
 from jurybox.training.vector.worker import WorkerFailed
 
 
@@ -69,21 +67,6 @@ def test_the_episodes_of_a_worker_that_is_gone_are_cut(noticed_by) -> None:
     assert env.step(still(3))[0][:, 1].tolist() == [1, 1, 0], "they go on"
     assert env.restarts == 1
     env.close()
-
-
-def test_cut_episodes_are_counted_apart(tmp_path) -> None:
-    class Watching:
-        def advance(self, done, numbers=None):
-            pass
-
-    with RunLog(tmp_path, ("episodes",)) as log:
-        recorder = Recorder(log, Watching(), episode_numbers=lambda info: {"score": info["score"]})
-        recorder._sums = np.zeros(2)
-        infos = [{"restarted": True}, {"score": 0.5}]
-        recorder.locals = {"rewards": np.array([3.0, 4.0]), "dones": np.array([True, True]), "infos": infos}
-        recorder._on_step()
-    assert (recorder.cut, recorder.episodes, list(recorder.returns)) == (1, 1, [4.0])
-    assert recorder._sums.tolist() == [0, 0]
 
 
 def test_environments_are_dealt_out_in_order() -> None:

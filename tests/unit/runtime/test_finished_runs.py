@@ -21,7 +21,7 @@ from jurybox.training.trainings.recorded_run import recorded_run
 KEPT = ("summary.json", "timeline.json", "metrics.csv", "settings.json", "report.html")
 
 
-def report(outcome, rows):
+def report(outcome, rows, log):
     return f"{outcome.text}: {outcome.evaluation}, {outcome.epochs} epochs, {len(rows)} rows"
 
 
@@ -57,14 +57,14 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path):
 
 
 def test_a_finished_run_whose_report_failed_gets_it(tmp_path):
-    def fails(outcome, rows):
+    def fails(outcome, rows, log):
         raise ZeroDivisionError("no games were filmed")
 
     with pytest.raises(ZeroDivisionError):
         train(tmp_path, report=fails, serial=True)
     summary = (tmp_path / "summary.json").read_text()
     outcome = train(tmp_path, serial=True, resume=True)
-    assert (tmp_path / "report.html").read_text() == report(outcome, [{}, {}]), "of the training and of its evaluation"
+    assert (tmp_path / "report.html").read_text() == report(outcome, [{}, {}], None), "of training and evaluation"
     assert (tmp_path / "summary.json").read_text() == summary
 
 

@@ -25,7 +25,6 @@ from jurybox.studies.workflow import train as workflow_run
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
-from jurybox.training.run_folder import RunLog
 from jurybox.training.runtime.run import run
 from jurybox.training.trainings import gym, marl
 
@@ -81,11 +80,7 @@ def _hockey(every):
 
 
 def _photo(every):
-    def trained(folder):
-        with RunLog(folder, photo.METRICS) as log:
-            photo.train(PHOTO.changed(steps=48, checkpoint_every=every or 48), log, serial=True)
-
-    return trained
+    return _plan(photo.plan(PHOTO.changed(steps=48, checkpoint_every=every or 48), serial=True))
 
 
 def _workflow(every):
@@ -116,11 +111,6 @@ def _left(folder):
         with Replay.load(path, f"pure-{folder.parent.name}") as replay:
             replay.unlink()
             found[path.stem] = [part.slots.copy() for part in replay.parts]
-    if (newest.folder / "model.zip").exists():
-        from stable_baselines3.common.save_util import load_from_zip_file
-
-        _, parameters, _ = load_from_zip_file(newest.folder / "model.zip")
-        found["model"] = {name: value.numpy() for name, value in parameters["policy"].items()}
     return newest, found
 
 

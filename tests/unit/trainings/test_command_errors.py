@@ -205,7 +205,7 @@ def test_a_server_without_a_status_document_costs_the_report_its_section_only(mo
 
 
 def test_a_run_whose_report_fails_writes_one_with_the_error(tmp_path):
-    def report(outcome, rows):
+    def report(outcome, rows, log):
         raise ZeroDivisionError("no games were filmed")
 
     with pytest.raises(ZeroDivisionError):

@@ -12,15 +12,13 @@ from tests.unit.runtime.toys import plan as toy_plan
 from tests.unit.studies.hockey.hockey_runs import settings as hockey_settings
 from tests.unit.studies.photo.test_photo_resume import SMALL as PHOTO
 from tests.unit.studies.photo.test_photo_resume import few_photos, summary  # noqa: F401
+from tests.unit.studies.photo.test_photo_resume import trained as train_photo
 
 from jurybox.studies.hockey.train import train as train_hockey
-from jurybox.studies.photo.learning import columns
-from jurybox.studies.photo.learning import train as train_photo
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.environments.adapter import SAVES
 from jurybox.training.roles import env_actor
 from jurybox.training.roles.learner import OnPolicyLearner
-from jurybox.training.run_folder import RunLog, resumed
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import ControlWord, Word
 from jurybox.training.runtime.shared_resources import SharedResources
@@ -77,12 +75,9 @@ def test_hockey(tmp_path, before, after) -> None:
 
 @pytest.mark.parametrize("envs", [1, pytest.param(3, marks=pytest.mark.runs)])
 def test_photo(tmp_path, envs) -> None:
-    with RunLog(tmp_path / "run", columns(PHOTO.config)) as log:
-        train_photo(PHOTO, log, serial=True)
-    folder, more = moved(tmp_path / "run"), PHOTO.changed(steps=64, envs=envs)
-    checkpoint = resumed(folder, more, lambda text: None)
-    with RunLog(folder, columns(PHOTO.config), resume_at=checkpoint.env_steps) as log:
-        train_photo(more, log, resume=checkpoint, serial=True)
+    train_photo(tmp_path / "run")
+    folder = moved(tmp_path / "run")
+    train_photo(folder, PHOTO.changed(steps=64, envs=envs), resume=True)
     assert summary(folder)["env_steps"] >= 64
 
 

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from tests.unit.studies.photo.test_photo_resume import trained
 
 from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary, observation
 from jurybox.studies.photo.environment.edits import TOOLS
 from jurybox.studies.photo.imitation import Shown, imitate, learn, wanted
-from jurybox.studies.photo.learning import PhotoTraining, _new_model, _save_policy, make_environments, train
+from jurybox.studies.photo.learning import PhotoTraining, _new_model, description, make_environments
+from jurybox.training.checkpoints import write_state
 from jurybox.training.policies import Policy, choose
-from jurybox.training.run_folder import RunLog
-from jurybox.training.trainings.progress import Watcher
+from jurybox.training.runtime.plan import POLICY_FILE
 
 SMALL = PhotoTraining(
     environment=PhotoConfig(scorer="local", juror="tests.unit.studies.photo.cheap_juror:middle_grey", tilted=0.5),
@@ -53,7 +56,7 @@ def shown(steps=SMALL.imitation):
     model = _new_model(SMALL, environments)
     before = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
     watched = Recorded(environments)
-    found = imitate(model, watched, steps, seed=3, episode=4, watcher=Watcher())
+    found = imitate(model, watched, steps, seed=3, episode=4, check=lambda: None)
     environments.close()
     return model, found, before, watched
 
@@ -138,7 +141,9 @@ def test_the_saved_policy_acts_like_the_trained_one(once, tmp_path):
     model, found, _, _ = once
     checkpoint = tmp_path / "checkpoints" / "step-000000000008"
     checkpoint.mkdir(parents=True)
-    _save_policy(SMALL, checkpoint, model)
+    state = {name: each.detach() for name, each in model.policy.mlp_extractor.policy_net.state_dict().items()}
+    write_state(checkpoint / "weights-policy.state", {"state": state, "version": 1, "extra": {}})
+    (checkpoint / POLICY_FILE).write_text(json.dumps(description(SMALL).as_dict()))
     policy = Policy(choose(checkpoint))
     np.testing.assert_allclose(policy(found.seen[:8]), model.predict(found.seen[:8], deterministic=True)[0], atol=1e-6)
 
@@ -173,14 +178,14 @@ def test_the_same_seed_shows_the_same():
 
 def test_a_training_is_shown_cures_once_and_not_when_it_is_resumed(tmp_path, monkeypatch):
     from jurybox.studies.photo import learning as photo
-    from jurybox.training.checkpoints import Checkpoints
 
     asked = []
-    monkeypatch.setattr(photo, "imitate", lambda *_, **named: asked.append(named["seed"]))
-    folder = tmp_path / "run"
-    with RunLog(folder, photo.columns(SMALL.environment)) as log:
-        train(SMALL, log, serial=True)
-    checkpoint = Checkpoints(folder / "checkpoints").existing()
-    with RunLog(folder, photo.columns(SMALL.environment), resume_at=checkpoint.env_steps) as log:
-        train(SMALL.changed(steps=16), log, resume=checkpoint, serial=True)
+
+    def imitated(*_, **named):
+        asked.append(named["seed"])
+        return Shown(np.zeros((0, observation.SIZE)), np.zeros((0, len(TOOLS))))
+
+    monkeypatch.setattr(photo, "imitate", imitated)
+    trained(tmp_path / "run", SMALL)
+    trained(tmp_path / "run", SMALL.changed(steps=16), resume=True)
     assert asked == [3]

@@ -1,5 +1,4 @@
 import json
-import random
 import re
 import shutil
 from dataclasses import replace
@@ -7,16 +6,14 @@ from dataclasses import replace
 import cloudpickle
 import numpy as np
 import pytest
-import torch
-from stable_baselines3 import PPO
 
-from jurybox.studies.photo import recorder
 from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary
-from jurybox.studies.photo.learning import METRICS, PhotoTraining, _new_model, make_environments, train
+from jurybox.studies.photo.learning import PhotoTraining, columns, plan
 from jurybox.studies.photo.train import run
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
-from jurybox.training.run_folder import RunLog, read_metrics
+from jurybox.training.run_folder import read_metrics
 from jurybox.training.trainings.progress import Watcher
+from jurybox.training.trainings.recorded_run import recorded_run
 
 SMALL = PhotoTraining(
     environment=PhotoConfig(scorer="local", juror="tests.unit.studies.photo.cheap_juror:middle_grey"),
@@ -42,15 +39,30 @@ def few_photos():
         yield
 
 
-def trained(folder, settings=SMALL, resume=None):
-    with RunLog(folder, METRICS, resume_at=resume.env_steps if resume else None) as log:
-        return train(settings, log, resume=resume, serial=True)
+def trained(folder, settings=SMALL, *, resume=False, watch=None):
+    """Train without an evaluation; returns the weights of the policy."""
+    recorded_run(
+        plan(settings, serial=True),
+        folder,
+        columns(settings.environment),
+        settings,
+        lambda outcome, rows, log: None,
+        serial=True,
+        resume=resume,
+        watch=watch,
+    )
+    return weights(folder)
+
+
+def weights(folder):
+    return Checkpoints(folder / "checkpoints").existing().state("weights-policy")["state"]
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return folder, trained(folder)
+    trained(folder)
+    return folder
 
 
 def summary(folder):
@@ -58,10 +70,9 @@ def summary(folder):
 
 
 def test_a_run_counts_its_steps_and_leaves_checkpoints(first):
-    folder, _ = first
-    found = summary(folder)
+    found = summary(first)
     assert (found["env_steps"], found["episodes"], found["learner_steps"], found["seed"]) == (32, 8, 8, 3)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+    assert sorted(path.name for path in (first / "checkpoints").iterdir()) == [
         "step-000000000016",
         "step-000000000032",
     ]
@@ -76,90 +87,30 @@ def test_each_rollout_has_a_checkpoint_even_if_it_was_rounded_down(tmp_path, mon
 
 
 def test_a_resumed_run_counts_on(first, tmp_path):
-    folder, earlier = shutil.copytree(first[0], tmp_path / "run"), first[1]
-    checkpoint = Checkpoints(folder / "checkpoints").existing()
-    trained(folder, SMALL.changed(steps=64), checkpoint)
+    folder = shutil.copytree(first, tmp_path / "run")
+    before = summary(folder)["seconds"]
+    trained(folder, SMALL.changed(steps=64), resume=True)
     found = summary(folder)
     assert (found["env_steps"], found["episodes"], found["learner_steps"]) == (64, 16, 16)
-    assert found["seconds"] > checkpoint.document["counted"]["seconds"] > 0
+    assert found["seconds"] > before > 0
     assert [row["env_steps"] for row in read_metrics(folder / "metrics.csv")] == [16, 32, 48, 64]
-    assert earlier.num_timesteps == 32
-
-
-def test_a_checkpoint_restores_weights_optimiser_and_random_states(first):
-    folder, model = first
-    checkpoint = Checkpoints(folder / "checkpoints").existing()
-    environments = make_environments(SMALL, serial=True)
-    loaded = _new_model(SMALL, environments)
-    recorder.restore(loaded, checkpoint, fresh_seed=0)
-    assert (loaded.num_timesteps, loaded._n_updates) == (32, model._n_updates)
-    for name, value in model.policy.state_dict().items():
-        torch.testing.assert_close(loaded.policy.state_dict()[name], value, rtol=0, atol=0)
-    ours, theirs = model.policy.optimizer.state_dict()["state"], loaded.policy.optimizer.state_dict()["state"]
-    torch.testing.assert_close(theirs[0]["exp_avg"], ours[0]["exp_avg"], rtol=0, atol=0)
-
-    def draws():
-        recorder.restore(loaded, checkpoint, fresh_seed=0)
-        there = [generator.random() for generator in environments.get_attr("np_random")]
-        return [random.random(), float(np.random.rand()), float(torch.rand(())), *there]
-
-    once = draws()
-    random.seed(99), np.random.seed(99), torch.manual_seed(99)
-    assert draws() == once
-    left = np.random.default_rng()
-    for index, state in enumerate(checkpoint.document["random"]["environments"]):
-        left.bit_generator.state = state
-        assert once[-2 + index] == left.random()
-    environments.close()
-
-
-def test_a_checkpoint_of_another_network_is_refused_in_plain_words(tmp_path):
-    environments = make_environments(SMALL, serial=True)
-    model = _new_model(SMALL, environments)
-    earlier = PPO("MlpPolicy", environments, n_steps=8, batch_size=8, device="cpu")
-    checkpoints = Checkpoints(tmp_path)
-    recorder.save(checkpoints, earlier, {})
-    with pytest.raises(CheckpointError, match="another network than this build trains.*the build that began it"):
-        recorder.restore(model, checkpoints.existing(), fresh_seed=0)
-    environments.close()
 
 
 def test_the_same_seed_trains_the_same_policy(first, tmp_path):
-    _, model = first
-    again = trained(tmp_path / "again")
+    ours, again = weights(first), trained(tmp_path / "again")
     other = trained(tmp_path / "other", SMALL.changed(seed=4))
-    name = "mlp_extractor.policy_net.others.0.weight"
-    ours = model.policy.state_dict()[name]
-    torch.testing.assert_close(again.policy.state_dict()[name], ours, rtol=0, atol=0)
-    assert not torch.equal(other.policy.state_dict()[name], ours)
-
-
-def test_old_checkpoints_go_and_half_written_ones_are_never_found(first, tmp_path, monkeypatch):
-    _, model = first
-    checkpoints = Checkpoints(tmp_path)
-    environments = make_environments(SMALL, serial=True)
-    model.env = environments
-    for step in (10, 20, 30, 40):
-        model.num_timesteps = step
-        recorder.save(checkpoints, model, {})
-    model.num_timesteps = 50
-    monkeypatch.setattr(type(model), "save", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        recorder.save(checkpoints, model, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:012d}" for step in (30, 40)]
-    assert checkpoints.existing().env_steps == 40
-    model.num_timesteps = 32
-    environments.close()
+    assert all(np.array_equal(again[name], value) for name, value in ours.items())
+    assert not np.array_equal(other["others.0.weight"], ours["others.0.weight"])
 
 
 def test_nothing_that_a_checkpoint_pickled_is_ever_read(first, tmp_path, monkeypatch):
-    folder = shutil.copytree(first[0], tmp_path / "run")
+    folder = shutil.copytree(first, tmp_path / "run")
 
     def refused(*_, **__):
         raise AssertionError("unpickled")
 
     monkeypatch.setattr(cloudpickle, "loads", refused)
-    trained(folder, SMALL.changed(steps=48), Checkpoints(folder / "checkpoints").existing())
+    trained(folder, SMALL.changed(steps=48), resume=True)
     assert summary(folder)["env_steps"] == 48
 
 
@@ -177,6 +128,19 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     whole_run(SMALL, folder)
     return folder
+
+
+class Shown(Watcher):
+    """What is shown of a run."""
+
+    def __init__(self):
+        self.phases, self.told = [], []
+
+    def begin(self, what, total, done=0):
+        self.phases.append((what, total, done))
+
+    def advance(self, done, numbers=None):
+        self.told.append((done, dict(numbers or {})))
 
 
 class InterruptsEvaluation(Watcher):
@@ -213,10 +177,10 @@ def test_the_report_has_the_steps_that_were_made_and_the_time_of_all_parts(finis
     folder = shutil.copytree(finished, tmp_path / "run")
     document = folder / "checkpoints" / "step-000000000032" / "run.json"
     found = json.loads(document.read_text())
-    document.write_text(json.dumps({**found, "counted": {**found["counted"], "seconds": 5000.0}}))
+    document.write_text(json.dumps({**found, "gathered": {**found["gathered"], "seconds": 5000.0}}))
     whole_run(SMALL.changed(steps=10_000, seconds=1e-6), folder, resume=True)
     report = (folder / "report.html").read_text()
-    assert "34 edit steps, 16 between two updates" in report
+    assert "32 edit steps, 16 between two updates" in report
     assert 5000 <= int(re.search(r"training (\d+) s, evaluation", report)[1]) < 5100
 
 
@@ -224,7 +188,11 @@ def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(finishe
     tmp_path = shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"learning_rate was 0\.001, is 0\.5"):
         whole_run(SMALL.changed(learning_rate=0.5), tmp_path, resume=True)
-    whole_run(SMALL.changed(steps=48), tmp_path, resume=True)
+    shown = Shown()
+    whole_run(SMALL.changed(steps=48), tmp_path, shown, resume=True)
     assert summary(tmp_path)["env_steps"] == 48
+    assert shown.phases[0] == ("training", 48, 32)
+    assert [done for done, _ in shown.told[:8]] == [34, 36, 38, 40, 42, 44, 46, 48], "also within a rollout"
+    assert shown.told[8][1].keys() == {"return"}
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {"summary.json", "metrics.csv", "report.html", "checkpoints", "tensorboard", "evaluation.csv"}

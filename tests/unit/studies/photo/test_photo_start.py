@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from jurybox.studies.photo.environment import PhotoConfig
 from jurybox.studies.photo.learning import PhotoTraining, _new_model, make_environments
 from jurybox.studies.photo.start import SHIPPED, begin_with, take
-from jurybox.training.checkpoints import Checkpoints
+from jurybox.training.checkpoints import Checkpoints, write_state
 from jurybox.training.runtime.plan import ConfigError
 
 LOCAL = PhotoConfig(scorer="local", juror="tests.unit.studies.photo.cheap_juror:middle_grey")
@@ -41,7 +41,7 @@ def test_the_shipped_policy_fits_and_keeps_the_trainings_own_exploration(environ
 def test_the_weights_of_a_run_are_taken_and_loaded(environments, tmp_path):
     trained = model_of(environments, seed=5)
     with Checkpoints(tmp_path / "run" / "checkpoints").writing(4, {}) as folder:
-        trained.save(folder / "model.zip")
+        write_state(folder / "trainer.state", {"parameters": {"policy": dict(trained.policy.state_dict())}})
     take(tmp_path / "run", tmp_path / "start.safetensors")
     other = model_of(environments, seed=6)
     begin_with(other, str(tmp_path / "start.safetensors"))

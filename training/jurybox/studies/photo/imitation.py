@@ -10,7 +10,7 @@ half of the pale photos are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from jurybox.studies.photo.environment import observation
 from jurybox.studies.photo.environment.edits import HIGHEST, LOWEST, TOOLS, Degradation, cure
 from jurybox.studies.photo.environment.photo_edit import STEP_SIZES
-from jurybox.training import interrupts
-from jurybox.training.trainings.progress import Watcher
 
 Array = npt.NDArray[Any]
 
@@ -53,7 +51,9 @@ class Shown:
     wanted: Array
 
 
-def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode: int, watcher: Watcher) -> Shown:
+def imitate(
+    model: PPO, environments: VecEnv, steps: int, *, seed: int, episode: int, check: Callable[[], object]
+) -> Shown:
     """Train the policy of a new model on the cures of the pictures that its environments damage.
 
     Args:
@@ -62,12 +62,10 @@ def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode:
             Rounded so that each environment provides the same whole number in every round.
         seed: seed of noise, batches and dropout.
         episode: edit steps of an episode.
+        check: called after every step; may raise to end it all.
 
     Returns:
         All labelled pictures.
-
-    Raises:
-        KeyboardInterrupt: it was interrupted.
     """
     rng = np.random.default_rng((seed, 1))
     n = environments.num_envs
@@ -80,27 +78,23 @@ def imitate(model: PPO, environments: VecEnv, steps: int, *, seed: int, episode:
             if "degradation" in info and not info.get("restarted"):
                 pictures.append(row)
                 moves.append(wanted(row, info["degradation"], episode))
-        watcher.advance(len(pictures))
+        check()
 
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         seen = _observed(environments.reset())
-        watcher.begin("shown cures", each * n * _ROUNDS)
         for number in range(1, _ROUNDS + 1):
             for _ in range(begun):
-                interrupts.check()
                 seen = _observed(environments.reset())
                 show(seen, environments.reset_infos)
             for _ in range(each - begun):
-                interrupts.check()
                 noise = rng.normal(0.0, rng.choice(_NOISE, (n, 1)), (n, len(TOOLS)))
                 actions = np.clip(model.predict(seen, deterministic=True)[0] + noise, -1.0, 1.0)
                 following, _, _, infos = environments.step(actions.astype(np.float32))
                 show(seen, infos)
                 seen = _observed(following)
             shown = Shown(np.stack(pictures), np.stack(moves))
-            learn(model, shown, _LAST_PASSES if number == _ROUNDS else _PASSES)
-        watcher.end()
+            learn(model, shown, _LAST_PASSES if number == _ROUNDS else _PASSES, check)
     return shown
 
 
@@ -119,7 +113,7 @@ def wanted(seen: Array, degradation: Mapping[str, float], episode: int) -> npt.N
     return moves
 
 
-def learn(model: PPO, shown: Shown, passes: int) -> float:
+def learn(model: PPO, shown: Shown, passes: int, check: Callable[[], object] = lambda: None) -> float:
     """Train only the model's policy network on the labelled pictures; return the loss of the last batch."""
     policy: Any = model.policy
     actor = policy.mlp_extractor.policy_net
@@ -131,7 +125,7 @@ def learn(model: PPO, shown: Shown, passes: int) -> float:
     moves = torch.from_numpy(np.concatenate((shown.wanted, other)))
     loss = torch.zeros(())
     for number in range(passes):
-        interrupts.check()
+        check()
         for group in optimiser.param_groups:
             group["lr"] = _LEARNING_RATE * max(0.05, 1.0 - number / passes)
         for rows in torch.split(torch.randperm(len(seen)), _BATCH):

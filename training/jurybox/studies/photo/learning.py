@@ -11,43 +11,44 @@ The default settings were tuned on the photos that ship, with the panel as juror
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 from stable_baselines3 import PPO
-from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
-from jurybox.protocol.wire import build_version
+from jurybox.protocol.weights import WeightsLayout
 from jurybox.studies.photo.environment import PhotoConfig, observation
 from jurybox.studies.photo.environment.edits import TOOLS
 from jurybox.studies.photo.imitation import imitate
-from jurybox.studies.photo.network import PhotoMoves
-from jurybox.studies.photo.recorder import COLUMNS, Recorder, learner_steps, restore
+from jurybox.studies.photo.network import PhotoMoves, photo_moves
 from jurybox.studies.photo.start import begin_with
 from jurybox.studies.photo.worker import environment_maker
-from jurybox.training.checkpoints import Checkpoint, write_atomically, write_state
 from jurybox.training.policies import Acts, Description
-from jurybox.training.run_folder import RunLog, Summary
-from jurybox.training.runtime.plan import POLICY_FILE, ConfigError
+from jurybox.training.roles.sb3 import LEARNER_COLUMNS, POLICY, SB3Trainer
+from jurybox.training.run_folder import audited
+from jurybox.training.runtime.plan import Budget, ChannelSpec, ConfigError, Kind, Plan, RoleSpec
+from jurybox.training.runtime.progress import COLUMNS
+from jurybox.training.runtime.role_context import RoleContext
 from jurybox.training.runtime.settings import Settings
 from jurybox.training.trainings.launchers import Spread
-from jurybox.training.trainings.progress import Watcher
 from jurybox.training.vector.sb3_env import WorkerVecEnv
 
-METRICS = (*COLUMNS, "score_before", "score_after")
+METRICS = (
+    *COLUMNS,
+    *("rollout_episodes", "rollout_return_mean", "rollout_return_error"),
+    *LEARNER_COLUMNS,
+    *("action_deviation", "score_before", "score_after"),
+)
 
 
 def columns(config: PhotoConfig) -> tuple[str, ...]:
@@ -135,15 +136,19 @@ def check_workers(settings: PhotoTraining) -> None:
 
 
 def make_environments(
-    settings: PhotoTraining, spread: Spread | None = None, network_address: str | None = None, *, serial: bool = False
+    settings: PhotoTraining,
+    *,
+    serial: bool = False,
+    ray: Mapping[str, Any] | None = None,
+    network_address: str | None = None,
 ) -> VecEnv:
-    """Create a training's environments: in worker processes, in this process, or in a cluster's workers (see `train`).
+    """Create a training's environments: in worker processes, in this process, or in a cluster's workers (see `plan`).
 
     Raises:
         ConfigError: on one machine, the number of workers differs from the number of environments.
     """
-    if spread is not None:
-        return _on_cluster(settings, spread, network_address)
+    if ray is not None:
+        return _on_cluster(settings, ray, network_address)
     make = [environment_maker(settings.config, i, settings.server_timeout) for i in range(settings.n_envs)]
     if serial:
         return DummyVecEnv(list(make))
@@ -153,9 +158,9 @@ def make_environments(
     return WorkerVecEnv(make, timeout)
 
 
-def _on_cluster(settings: PhotoTraining, spread: Spread, network_address: str | None) -> VecEnv:
+def _on_cluster(settings: PhotoTraining, needs: Mapping[str, Any], network_address: str | None) -> VecEnv:
     from jurybox.cluster.connection import addresses_of, credentials
-    from jurybox.cluster.env_workers import EnvWorkers
+    from jurybox.cluster.env_workers import EnvWorkers, Needs
     from jurybox.cluster.sb3_env import SpreadVecEnv, dealt
     from jurybox.studies.photo.worker import env_group
 
@@ -166,7 +171,7 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, network_address: str | 
     makers = [partial(env_group, config, each, settings.server_timeout, addresses) for each in numbers]
     # A step may wait first for a server that restarts, and then for its score.
     timeout = settings.server_timeout + 2 * config.timeout + 60.0
-    workers = EnvWorkers(makers, spread.needs, environment=credentials(), timeout=timeout)
+    workers = EnvWorkers(makers, Needs(**needs), environment=credentials(), timeout=timeout)
     try:
         return SpreadVecEnv(workers, [len(each) for each in numbers], settings.seed)
     except BaseException:
@@ -174,81 +179,108 @@ def _on_cluster(settings: PhotoTraining, spread: Spread, network_address: str | 
         raise
 
 
-def train(
-    settings: PhotoTraining,
-    log: RunLog,
-    *,
-    resume: Checkpoint | None = None,
-    watcher: Watcher | None = None,
-    spread: Spread | None = None,
-    network_address: str | None = None,
-    serial: bool = False,
-) -> PPO:
-    """Train, and write metrics, checkpoints and summary.json to the log's folder.
+def plan(
+    settings: PhotoTraining, *, serial: bool = False, spread: Spread | None = None, network_address: str | None = None
+) -> Plan:
+    """The plan of a training: one role, Stable-Baselines3's own loop, beside workers for its environments.
 
     Args:
-        resume: checkpoint to resume from.
-        watcher: receives the progress.
-        spread: the cluster that the environments run on; None: this machine.
-        network_address: the server's address for the cluster's other machines; None: ask the server.
         serial: run all environments in this process, one after the other, for debugging.
+        spread: the cluster that the environments run on, to which this process is connected; None: this machine.
+        network_address: the server's address for the cluster's other machines; None: ask the server.
+    """
+    rollout = settings.n_envs * steps_per_environment(settings.n_envs, min(settings.rollout, settings.steps))
+    ray = None if spread is None else {} if spread.needs is None else asdict(spread.needs)
+    where = {"serial": serial, "ray": ray, "network_address": network_address}
+    found = description(settings)
+    network = photo_moves(**found.policies[POLICY].arguments).module
+    return Plan(
+        roles=(
+            RoleSpec(
+                "trainer",
+                Kind.TRAINER,
+                f"{__name__}:trainer",
+                {"photo": settings.model_dump(mode="json"), **where},
+                publishes=POLICY,
+            ),
+        ),
+        channels=(ChannelSpec(POLICY, WeightsLayout.of(network.state_dict())),),
+        budget=Budget(settings.steps, settings.seconds),
+        seed=settings.seed,
+        save_every=settings.checkpoint_every or rollout,
+        log_every=rollout,
+        policy=found.as_dict(),
+    )
 
-    Returns:
-        The trained model; its environments are closed.
+
+def trainer(
+    context: RoleContext,
+    *,
+    photo: Mapping[str, Any],
+    serial: bool,
+    ray: Mapping[str, Any] | None,
+    network_address: str | None,
+) -> PhotoTrainer:
+    """Make the role of `plan`."""
+    settings = PhotoTraining.checked(photo)
+    torch.set_num_threads(1)  # a second thread slows down so small a network
+    environments = make_environments(settings, ray=ray, network_address=network_address, serial=serial)
+    try:
+        return PhotoTrainer(context, settings, _new_model(settings, environments))
+    except BaseException:
+        environments.close()
+        raise
+
+
+class PhotoTrainer(SB3Trainer):
+    """Trains a photo policy, from a start or cures that it is shown, and counts what happens to scores.
 
     Raises:
         WorkerFailed: an environment failed, for example because no server came back within `server_timeout`.
-        KeyboardInterrupt: the run was interrupted; the checkpoints written so far are complete.
     """
-    watcher = watcher or Watcher()
-    torch.set_num_threads(1)  # a second thread slows down so small a network
-    environments = make_environments(settings, spread, network_address, serial=serial)
-    try:
-        model = _new_model(settings, environments) if resume is None else _resumed(settings, environments, resume)
-        model.set_logger(Logger(None, []))
-        if resume is None and settings.start is not None:
-            begin_with(model, settings.start)
-        if resume is None and settings.imitation:
-            imitate(
-                model,
-                environments,
-                settings.imitation,
-                seed=settings.seed,
-                episode=settings.environment.steps,
-                watcher=watcher,
+
+    model: PPO
+
+    def __init__(self, context: RoleContext, settings: PhotoTraining, model: PPO) -> None:
+        super().__init__(context, model)
+        self._settings = settings
+        self._finished: list[dict[str, float]] = []
+
+    def begin(self) -> None:
+        if self._settings.start is not None:
+            begin_with(self.model, self._settings.start)
+        if self._settings.imitation:
+            episode = self._settings.environment.steps
+            shown = imitate(
+                self.model,
+                self.environments,
+                self._settings.imitation,
+                seed=self._settings.seed,
+                episode=episode,
+                check=self.context.goes_on,
             )
-        recorder = Recorder(
-            log,
-            watcher,
-            checkpoint_folder=log.folder / "checkpoints",
-            checkpoint_every=settings.checkpoint_every or model.n_steps * model.n_envs,  # as rounded, not `rollout`
-            counted=resume.document["counted"] if resume else None,
-            episode_numbers=_scores,
-            seconds=settings.seconds,
-            policy=partial(_save_policy, settings),
-        )
-        left = settings.steps - model.num_timesteps
-        if left > 0:
-            watcher.begin("training", settings.steps, model.num_timesteps)
-            model.learn(left, recorder, log_interval=10**9, reset_num_timesteps=resume is None)
-    finally:
-        watcher.end()
-        environments.close()
-    if left > 0 or not _is_evaluated(log.folder, model.num_timesteps):
-        log.summarise(_summary(settings, model, recorder))
-        if spread is not None:
-            log.extend_summary(env_worker_restarts=getattr(environments, "restarts", 0), episodes_cut=recorder.cut)
-    return model
+            self.context.say(f"shown cures of {len(shown.seen):,} pictures")
 
+    def network(self) -> torch.nn.Module:
+        policy: Any = self.model.policy
+        network: torch.nn.Module = policy.mlp_extractor.policy_net
+        return network
 
-def _is_evaluated(folder: Path, env_steps: int) -> bool:
-    """Return whether summary.json has the results of an evaluation after so many steps.
+    def ended(self, info: Mapping[str, Any], total: float) -> None:
+        scores = {"score_before": float(info["score_before"]), "score_after": float(info["score"])}
+        self._finished.append({"return": total, **scores, **audited(info)})
 
-    If nothing is left to train, they stay until the next evaluation is complete.
-    """
-    path = folder / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return summary.get("env_steps") == env_steps and "verdict" in summary and "evaluation_failed" not in summary
+    def numbers(self) -> dict[str, float]:
+        found, self._finished = self._finished, []
+        row: dict[str, float] = {"rollout_episodes": len(found), "episodes_cut": self.cut}
+        row["env_worker_restarts"] = getattr(self.environments, "restarts", 0)
+        if found:
+            returns = [episode["return"] for episode in found]
+            row["rollout_return_mean"] = float(np.mean(returns))
+            row["rollout_return_error"] = float(np.std(returns, ddof=1) / len(found) ** 0.5) if len(found) > 1 else 0.0
+            for name in sorted({name for episode in found for name in episode} - {"return"}):
+                row[name] = float(np.mean([episode[name] for episode in found if name in episode]))
+        return row
 
 
 # Settings with the names of PPO's arguments.
@@ -307,32 +339,6 @@ def parts() -> dict[str, Any]:
     }
 
 
-def _resumed(settings: PhotoTraining, environments: VecEnv, checkpoint: Checkpoint) -> PPO:
-    model = _new_model(settings, environments)
-    # The new model seeds the environments. This reset consumes those seeds, before the saved states are restored.
-    environments.reset()
-    restore(model, checkpoint, settings.seed + checkpoint.env_steps)
-    return model
-
-
-def _scores(info: Mapping[str, Any]) -> dict[str, float]:
-    return {"score_before": float(info["score_before"]), "score_after": float(info["score"])}
-
-
-def _summary(settings: PhotoTraining, model: PPO, recorder: Recorder) -> Summary:
-    returns = list(recorder.returns)
-    return Summary(
-        env_steps=model.num_timesteps,
-        learner_steps=learner_steps(model),
-        episodes=recorder.episodes,
-        seconds=recorder.seconds,
-        return_mean=float(np.mean(returns)) if returns else None,
-        return_std=float(np.std(returns)) if returns else None,
-        seed=settings.seed,
-        version=build_version(),
-    )
-
-
 def description(settings: PhotoTraining) -> Description:
     """Return the description of the saved policy. By default it plays held-out photos with an in-process juror."""
     size, actions = observation.SIZE, len(TOOLS)
@@ -347,14 +353,7 @@ def description(settings: PhotoTraining) -> Description:
     )
     played = replace(settings.config.held_out(), scorer="local", address=None, audit={}, audit_models={})
     factory = "jurybox.studies.photo.environment.photo_edit:played"
-    return Description("photo", {"policy": acts}, factory, asdict(played), settings.as_dict(), settings.seed)
-
-
-def _save_policy(settings: PhotoTraining, folder: Path, model: BaseAlgorithm) -> None:
-    found: Any = model.policy
-    state = {name: tensor.detach().cpu() for name, tensor in found.mlp_extractor.policy_net.state_dict().items()}
-    write_state(folder / "weights-policy.state", {"state": state, "version": learner_steps(model), "extra": {}})
-    write_atomically(folder / POLICY_FILE, json.dumps(description(settings).as_dict(), indent=1))
+    return Description("photo", {POLICY: acts}, factory, asdict(played), settings.as_dict(), settings.seed)
 
 
 def steps_per_environment(environments: int, rollout: int = ROLLOUT) -> int:

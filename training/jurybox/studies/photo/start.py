@@ -6,15 +6,13 @@ The shipped one is that of docs/photo.md, "What the demo starts from".
 from __future__ import annotations
 
 import argparse
-import io
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
-from jurybox.training.checkpoints import Checkpoints
+from jurybox.training.algorithms.torch_states import as_tensors
+from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.runtime.plan import ConfigError
 
 SHIPPED = Path(__file__).with_name("start.safetensors")
@@ -45,8 +43,9 @@ def begin_with(model: Any, start: str) -> None:
 def take(run: Path, out: Path) -> None:
     """Write the weights of a run's newest checkpoint. Raises CheckpointError."""
     newest = Checkpoints(run / "checkpoints").existing()
-    with zipfile.ZipFile(newest.folder / "model.zip") as model:
-        state = torch.load(io.BytesIO(model.read("policy.pth")), map_location="cpu", weights_only=True)
+    if (saved := newest.state("trainer")) is None:
+        raise CheckpointError(f"{newest.folder} is of no photo training: expected trainer.state in it")
+    state = as_tensors(saved["parameters"]["policy"])
     save_file({name: tensor.contiguous() for name, tensor in state.items() if name != _DEVIATION}, out)
 
 

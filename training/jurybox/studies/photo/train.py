@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,23 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from jurybox.client import Error, connect
 from jurybox.studies.photo.environment import PhotoConfig
 from jurybox.studies.photo.environment.audit import load_perceptual
 from jurybox.studies.photo.evaluation import evaluate_policy, straightening_of
-from jurybox.studies.photo.learning import PhotoTraining, check_workers, columns, train
+from jurybox.studies.photo.learning import PhotoTraining, check_workers, columns, plan
 from jurybox.studies.photo.report import PhotoRun, comparisons, render, verdict_of
 from jurybox.training import interrupts
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import CheckpointError, Checkpoints
+from jurybox.training.policies import Policy, choose
 from jurybox.training.report.verdict import Verdict, judge
-from jurybox.training.run_folder import RunLogError, Tracker, alone_in, clear, recorded, recording, write_settings
+from jurybox.training.run_folder import RunLog, RunLogError, Tracker, alone_in, clear, recorded
 from jurybox.training.runtime.local_server import LocalServer
-from jurybox.training.runtime.plan import ConfigError
+from jurybox.training.runtime.plan import ConfigError, End, Outcome
 from jurybox.training.runtime.serving import served_models
+from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.trainings.launchers import Spread, spread_named
 from jurybox.training.trainings.progress import ConsoleProgress, Watcher
-from jurybox.training.trainings.recorded_run import failed_report
+from jurybox.training.trainings.recorded_run import Metrics, recorded_run
 from jurybox.training.trainings.training import Run, Training, check_server
 
 _log = logging.getLogger(__name__)
@@ -59,7 +63,7 @@ def run(
         resume: resume from the newest checkpoint in `folder`.
         trackers: creates the trackers; called after the folder has been checked.
         before: durations of earlier phases in seconds, by name, for the report.
-        spread, network_address, serial: see `train`.
+        spread, network_address, serial: see `learning.plan`.
         juror: the environment's settings with the juror's actual address; None: as in the settings.
         of_demo: whether the next demo may remove this run.
 
@@ -70,44 +74,36 @@ def run(
         RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
         CheckpointError: there is nothing to resume, or the run was started with other settings.
         ConfigError: the audit's learned distance cannot be loaded.
+        KeyboardInterrupt: it was interrupted; the checkpoints written so far are complete.
     """
     try:
         perceptual = None if settings.perceptual is None else load_perceptual(settings.perceptual)
     except ValueError as error:
         raise ConfigError(f"perceptual: {error}") from error
-    took = dict(before or {})
     requested, settings = settings, settings if juror is None else settings.changed(environment=juror)
-    names = columns(settings.environment)
-    with recording(folder, names, requested, watcher.log, resume=resume) as (log, checkpoint):
+    where = "in this process" if serial else "by Ray" if spread is not None else "processes"
+    verdicts: list[Verdict] = []
+    shown = _Shown(settings, watcher)
+
+    def begun() -> Sequence[Tracker]:
         if not of_demo:
             (folder / _DEMO).unlink(missing_ok=True)  # a demo that a training goes on with is one no more
-        write_settings(folder, requested)
-        log.add_trackers(trackers())
-        began = time.monotonic()
-        model = train(
-            settings,
-            log,
-            resume=checkpoint,
-            watcher=watcher,
-            spread=spread,
-            network_address=network_address,
-            serial=serial,
-        )
-        earlier = 0.0 if checkpoint is None else float(checkpoint.document["counted"]["seconds"])
-        took["training"] = earlier + time.monotonic() - began
+        return [shown, *trackers()]
+
+    def report(outcome: Outcome, rows: Metrics, log: RunLog) -> str | None:
+        watcher.end()
+        if outcome.end is End.SIGNAL:
+            return None
+        if spread is not None:
+            log.extend_summary(**shown.workers)
+        took = {**(before or {}), "training": outcome.seconds}
         status = _status(settings)  # before the evaluation, whose batches are not the training's
         began = time.monotonic()
         try:
             evaluation = evaluate_policy(
-                settings.config,
-                lambda seen: model.predict(seen, deterministic=True)[0],
-                settings.damages,
-                watcher,
-                perceptual=perceptual,
+                settings.config, _learned(folder, outcome.env_steps), settings.damages, watcher, perceptual=perceptual
             )
         except Exception as error:
-            trained = f"{model.num_timesteps:,} edit steps were trained; the evaluation on held-out photos failed."
-            failed_report(folder, trained, error, settings.as_dict(), command)
             log.extend_summary(evaluation_failed=f"{type(error).__name__}: {error}")
             raise
         took["evaluation"] = time.monotonic() - began
@@ -115,21 +111,6 @@ def run(
         verdict, found = verdict_of(evaluation), comparisons(evaluation)
         straightened = straightening_of(evaluation.tilted)
         evaluation.save(folder / "evaluation.csv")
-        where = "in this process" if serial else "processes" if spread is None else "by Ray"
-        facts = _facts(settings, model.num_timesteps, took, where)
-        text = render(
-            PhotoRun(
-                evaluation,
-                log.rows(),
-                status,
-                settings.environment.model,
-                settings.as_dict(),
-                facts,
-                command,
-                took["training"],
-            )
-        )
-        write_atomically(folder / "report.html", text)
         log.extend_summary(
             verdict=verdict.answer,
             held_out={kind: float(evaluation.scores(kind).mean()) for kind in ("no edits", "random edits", "learned")},
@@ -142,8 +123,89 @@ def run(
             straightening=None if straightened is None else asdict(straightened),
             differences={each.baseline: each.difference.as_dict() for each in found},
         )
-        log.finish([folder / "report.html", folder / "evaluation.csv"])
-    return verdict
+        verdicts.append(verdict)
+        facts = _facts(settings, outcome.env_steps, took, where)
+        return render(
+            PhotoRun(
+                evaluation,
+                rows,
+                status,
+                settings.environment.model,
+                settings.as_dict(),
+                facts,
+                command,
+                took["training"],
+            )
+        )
+
+    signals = interrupts.Signals()
+    try:
+        outcome = recorded_run(
+            plan(settings, serial=serial, spread=spread, network_address=network_address),
+            folder,
+            columns(settings.environment),
+            requested,
+            report,
+            files=("evaluation.csv",),
+            notify=watcher.log,
+            trackers=begun,
+            serial=True,  # it is one role, whose environments have the processes
+            resume=resume,
+            signals=signals,
+            watch=shown.watch,
+        )
+    finally:
+        watcher.end()
+    if outcome.end is End.SIGNAL:
+        signal.raise_signal(signals.first)  # for the handler that was installed before the run
+    return verdicts[0]
+
+
+class _Shown:
+    """Shows the progress of a training; one of its trackers, since those are told its numbers."""
+
+    def __init__(self, settings: PhotoTraining, watcher: Watcher) -> None:
+        self._steps, self._watcher = settings.steps, watcher
+        self._begun = False
+        self._numbers: dict[str, float] = {}
+        self.workers = {"env_worker_restarts": 0, "episodes_cut": 0}
+
+    def watch(self, shared: SharedResources) -> None:
+        counted = shared.scoreboard.env_steps
+        if not self._begun:
+            self._begun = True
+            self._watcher.begin("training", self._steps, counted)
+        self._watcher.advance(counted + shared.scoreboard.under_way, self._numbers)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if "return_mean" in values:
+            self._numbers = {"return": values["return_mean"]}
+        self.workers |= {name: int(values[name]) for name in self.workers if name in values}
+
+    def finish(self, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+        pass
+
+
+def _learned(folder: Path, env_steps: int) -> Callable[[Any], Any]:
+    """The policy of the checkpoint after so many steps, as a function from an observation to an action.
+
+    Raises:
+        CheckpointError: there is none: the disk was full, say.
+    """
+    newest = Checkpoints(folder / "checkpoints").existing()
+    if newest.env_steps != env_steps:
+        raise CheckpointError(
+            f"{newest.folder} is the newest checkpoint, expected one at {env_steps:,} steps, which could not be "
+            "written: make room and go on with --resume"
+        )
+    network = Policy(choose(newest.folder)).served.module
+
+    def act(seen: Any) -> Any:
+        with torch.inference_mode():
+            moves = network(torch.from_numpy(seen[None]))[0].numpy()
+        return np.clip(moves, -1.0, 1.0)
+
+    return act
 
 
 def _status(settings: PhotoTraining) -> Mapping[str, Any] | None:

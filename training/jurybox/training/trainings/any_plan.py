@@ -70,7 +70,7 @@ def train(
         folder,
         (*COLUMNS, *planned.columns),
         settings,
-        lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
+        lambda outcome, rows, _: report(planned, settings, outcome, rows, folder, command),
         **options,
     )
 

@@ -599,7 +599,7 @@ def train(
             folder,
             columns(settings),
             settings,
-            lambda outcome, rows: report(settings, outcome, rows, folder, command),
+            lambda outcome, rows, _: report(settings, outcome, rows, folder, command),
             **options,
         )
 

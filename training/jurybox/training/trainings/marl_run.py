@@ -53,7 +53,7 @@ def train(
             folder,
             _columns(planned),
             settings,
-            lambda outcome, rows: report(planned, settings, outcome, rows, folder, command),
+            lambda outcome, rows, _: report(planned, settings, outcome, rows, folder, command),
             **options,
         )
 

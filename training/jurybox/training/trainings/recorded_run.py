@@ -14,13 +14,13 @@ from jurybox.protocol.wire import build_version
 from jurybox.training.checkpoints import Checkpoint, write_atomically
 from jurybox.training.interrupts import Signals
 from jurybox.training.report import page
-from jurybox.training.run_folder import Summary, Tracker, recording, write_settings
+from jurybox.training.run_folder import RunLog, Summary, Tracker, recording, write_settings
 from jurybox.training.runtime.launching import Launcher
 from jurybox.training.runtime.plan import End, Outcome, Plan
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.scoreboard import Word
 from jurybox.training.runtime.settings import Settings
-from jurybox.training.runtime.shared_resources import counted
+from jurybox.training.runtime.shared_resources import SharedResources, counted
 
 Metrics = Sequence[Mapping[str, float]]
 
@@ -37,6 +37,7 @@ class RunOptions(TypedDict, total=False):
     console: Console | None
     signals: Signals | None
     launcher: Launcher | None
+    watch: Callable[[SharedResources], None] | None
 
 
 class RecordingOptions(RunOptions, total=False):
@@ -50,8 +51,10 @@ def recorded_run(
     folder: Path,
     columns: Sequence[str],
     settings: Settings,
-    report: Callable[[Outcome, Metrics], str],
+    report: Callable[[Outcome, Metrics, RunLog], str | None],
     *,
+    files: Sequence[str] = (),
+    notify: Callable[[str], None] | None = None,
     trackers: Callable[[], Sequence[Tracker]] = lambda: (),
     **options: Unpack[RunOptions],
 ) -> Outcome:
@@ -64,9 +67,12 @@ def recorded_run(
     Args:
         columns: columns of metrics.csv.
         settings: settings of the training, for settings.json.
-        report: returns the report's HTML for the outcome and the rows of metrics.csv.
+        report: returns the report's HTML for the outcome and the rows of metrics.csv, and may add to the summary; None:
+            there shall be none.
+        files: names of further files that it writes to `folder`, for the trackers.
+        notify: accepts lines about the folder; None: they go to the console.
         trackers: creates the trackers; called after the folder has been checked.
-        options: serial, resume, console, signals and launcher; see `runtime.run.run`.
+        options: serial, resume, console, signals, launcher and watch; see `runtime.run.run`.
 
     Raises:
         RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
@@ -75,10 +81,11 @@ def recorded_run(
     folder = folder.absolute()  # an environment may change the current folder
     console, resume = options.get("console"), options.get("resume", False)
 
-    def notify(text: str) -> None:
+    def to_console(text: str) -> None:
         if console is not None:
             console.print(text, highlight=False, markup=False)
 
+    notify = notify or to_console
     with recording(folder, columns, settings, notify, resume=resume) as (log, found):
         outcome = None if found is None else _finished(folder, planned, found)
         if outcome is None:
@@ -97,11 +104,15 @@ def recorded_run(
             log.finish([])
             return outcome
         try:
-            write_atomically(folder / "report.html", report(outcome, log.rows()))
+            text = report(outcome, log.rows(), log)
+            if text is None:
+                log.finish([])
+                return outcome
+            write_atomically(folder / "report.html", text)
         except Exception as error:
             failed_report(folder, f"{outcome.text}.", error, settings.as_dict())
             raise
-        log.finish([folder / "report.html"])
+        log.finish([folder / "report.html", *(folder / name for name in files)])
     return outcome
 
 
@@ -116,7 +127,11 @@ def _finished(folder: Path, planned: Plan, found: Checkpoint) -> Outcome | None:
     summary = json.loads(path.read_text(encoding="utf-8"))
     made = found.env_steps, counted(found, Word.LEARNER_STEPS)
     # The summary may be of an earlier part of the run, which was killed later, or a part may have been stopped.
-    if summary.get("end") != End.STEPS.value or (summary["env_steps"], summary["learner_steps"]) != made:
+    if (
+        "evaluation_failed" in summary
+        or summary.get("end") != End.STEPS.value
+        or (summary["env_steps"], summary["learner_steps"]) != made
+    ):
         return None
     known = {name: summary[name] for name in (*_COUNTED, *_SAID) if name in summary}
     return Outcome(end=End.STEPS, text=End.STEPS.value, epochs=counted(found, Word.EPOCHS), **known)
