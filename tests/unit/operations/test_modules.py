@@ -28,7 +28,7 @@ def modules():
 
 # Of other projects, which offer no public name for it.
 FOREIGN = {"_exit", "_run_exitfuncs", "_replace", "_get_running_loop", "_inductor", "_NormBase", "_foreach_copy_"} | {
-    "_is_owned", "_cumulative_rewards", "_foreach_add_",
+    "_is_owned", "_get_torch_save_params", "_cumulative_rewards", "_foreach_add_",
     "_schema", "_version", "_foreach_lerp_", "_model_start_epoch_action", "_model_end_epoch_action", "_model_train_step"
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ class ToyTraining(Settings):
 def work(settings: ToyTraining, run: Run) -> str:
     """The whole of the training's own: a plan, and a report's own text."""
     planned = toys.plan(steps=settings.steps, seed=settings.seed)
-    report = lambda outcome, rows: f"<p>{run.command}: {outcome.text}</p>"  # noqa: E731
+    report = lambda outcome, rows, log: f"<p>{run.command}: {outcome.text}</p>"  # noqa: E731
     outcome = carry_out(partial(recorded_run, planned, run.folder, COLUMNS, settings, report), run)
     return f"{outcome.text}: {outcome.env_steps} steps of toys"
 
