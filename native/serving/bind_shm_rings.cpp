@@ -2,6 +2,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -107,18 +108,19 @@ struct Caller {
         if (!record->serves(incarnation)) return kNotSent;
         if (row.is_none()) return asked(nullptr, 0, sequence, seconds);
         if (input == nullptr || !is_plain(row)) return kNotFit;
+        std::optional<Read> given;
         try {
-            const Read given(row);
-            if (!fits(given)) return kNotFit;
-            if (sizes != nullptr) {
-                std::int64_t* to = sizes;
-                for (std::size_t i = 0; i < shape.size(); ++i)
-                    if (shape[i] < 0) *to++ = given.shape()[i];
-            }
-            return asked(given.bytes(), given.size(), sequence, seconds);
+            given.emplace(row);
         } catch (const nb::python_error&) {  // it is not C-contiguous
             return kNotFit;
         }
+        if (!fits(*given)) return kNotFit;
+        if (sizes != nullptr) {
+            std::int64_t* to = sizes;
+            for (std::size_t i = 0; i < shape.size(); ++i)
+                if (shape[i] < 0) *to++ = given->shape()[i];
+        }
+        return asked(given->bytes(), given->size(), sequence, seconds);
     }
 
     // Other threads run during the copy of large rows, too.

@@ -40,8 +40,6 @@ class GrpcCaller(Caller):
         self._messages = messages
         self._place = place
         self._read = read
-        assert place.input is not None and place.spec is not None
-        self._dtype, self._shape = place.input.dtype, place.input.shape
         self._message = ""
         outputs: Any = place.outputs
         self._alone = type(outputs) is not dict
@@ -51,9 +49,7 @@ class GrpcCaller(Caller):
     def __call__(self, row: object, sequence: int, seconds: float) -> Any:
         if row is None:
             return NOT_SENT
-        if type(row) is not np.ndarray or row.shape != self._shape or row.dtype != self._dtype:
-            return NOT_FIT
-        if not row.flags.c_contiguous:
+        if not self._place.takes(row):
             return NOT_FIT
         if seconds <= 0:  # as in GrpcTransport.exchange
             self._message = passed(self._messages.model)

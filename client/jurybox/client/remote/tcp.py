@@ -269,11 +269,7 @@ class _TcpCaller(SocketCaller):
             return NOT_SENT
         if link.silence >= IDLE and not (connection.stands() and connection.link is link):
             return NOT_SENT
-        like = place.input
-        assert like is not None
-        if type(row) is not np.ndarray or row.shape != like.shape or row.dtype != like.dtype:
-            return NOT_FIT
-        if not row.flags.c_contiguous:
+        if not place.takes(row):
             return NOT_FIT
         left = max(1, int(seconds * 1e9))
         self.deadline = time.monotonic_ns() + left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +111,17 @@ class RowPlace(NamedTuple):
         if self.spec.dtype == BYTES:
             return (VARIABLE,), bytes
         return self.spec.shape, self.input.dtype
+
+    def takes(self, row: object) -> TypeGuard[NDArray[Any]]:
+        """Return whether a row of fixed shape has their `form` and lies in one piece: its bytes can be sent."""
+        like = self.input
+        return (
+            type(row) is np.ndarray
+            and like is not None
+            and row.shape == like.shape
+            and row.dtype == like.dtype
+            and row.flags.c_contiguous
+        )
 
     def write(self, row: object) -> bool:
         """Copy the input to the rows; return False if it has not their `form`: the codec converts or refuses it."""

@@ -180,8 +180,7 @@ class QuickHalf(Returns):
             self._took += _SMOOTHING * (min(seconds, most) - self._took)
             if seconds <= most:  # what was cut would show a cost of its rows that they do not have
                 self._cost.observe(rows, int(seconds * 1e9))
-            fixed = self.fixed
-            self._prompt = _PROMPT * fixed if fixed * 1e9 >= native.LARGE_NS else 0.0
+            self._prompt = self._cost.prompt(_PROMPT) / 1e9
 
     @property
     def alone(self) -> bool:  # type: ignore[override]
