@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from tests.unit.runtime.toys import Rows
 
 from jurybox.protocol.weights import WeightsLayout
-from jurybox.training.checkpoints import CheckpointError, Checkpoints
+from jurybox.training.checkpoints import CheckpointError, Checkpoints, read_state
 from jurybox.training.interrupts import Signals
 from jurybox.training.runtime.plan import Budget, ChannelSpec, End, Kind, Plan, PlanError, RoleSpec, Timeouts
 from jurybox.training.runtime.role_context import Diverged, Evaluator, Learner, Made, Trainer
@@ -119,6 +121,71 @@ def test_evaluations_see_what_it_publishes_and_the_best_is_kept(tmp_path):
     outcome, _ = trained(plan(100, evaluator=True), tmp_path, serial=True)
     assert outcome.evaluation["eval_value"] == pytest.approx(state(tmp_path)["value"], abs=1e-6)
     assert Checkpoints(tmp_path / "checkpoints").best()["env_steps"] == 100
+
+
+class Judge(Adder):
+    """Evaluates itself after every rollout: not what it publishes, but its double; the values are told."""
+
+    def __init__(self, context, values):
+        super().__init__(context)
+        self.values = values
+
+    def step(self):
+        made = super().step()
+        env_steps = self.rollouts * made.env_steps
+        double = {"value": np.array([2 * self.value], np.float32)}
+        number = self.values[self.rollouts - 1]
+        self.context.evaluated(env_steps, {"value": number}, (double, {"environment_arguments": {"level": number}}))
+        return made
+
+    def publication(self):
+        return super().publication()[0], {"environment_arguments": {"level": -self.rollouts}}
+
+
+def judged(values, steps=60):
+    policy = {"format": 1, "environment_arguments": {"level": 0, "size": 3}}
+    roles = (RoleSpec("adder", Kind.TRAINER, f"{HERE}:Judge", {"values": values}, publishes="value"),)
+    return replace(plan(steps), roles=roles, best="value", policy=policy, save_every=ROLLOUT)
+
+
+def test_a_trainer_that_evaluates_itself_has_the_weights_it_names_kept_as_the_best(tmp_path):
+    outcome, rows = trained(judged([1, 3, 2]), tmp_path, serial=True)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.best()["env_steps"] == 40 and outcome.evaluation == {"eval_value": 2}
+    assert [(step, row["eval_value"]) for step, row in rows if "eval_value" in row] == [(20, 1), (40, 3), (60, 2)]
+    best = read_state(checkpoints.folder / "best" / "weights-value.state")["state"]["value"]
+    second = checkpoints.folder / f"step-{40:012d}" / "weights-value.state"
+    assert best == 2 * read_state(second)["state"]["value"]
+
+
+def test_weights_may_be_published_with_arguments_of_their_environment(tmp_path):
+    trained(judged([1, 3, 2]), tmp_path, serial=True)
+    of = lambda place: json.loads((place / "policy.json").read_text())["environment_arguments"]  # noqa: E731
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert of(checkpoints.existing().folder) == {"level": -3, "size": 3}
+    assert of(checkpoints.folder / "best") == {"level": 3, "size": 3}
+
+
+class Goes(Judge):
+    def restore(self, state):
+        super().restore(state)
+        self.rollouts = 3
+
+
+class Forgets(Goes):
+    def restore(self, state):
+        super().restore(state)
+        self.context.forget_best()
+
+
+def test_a_run_that_goes_on_may_forget_what_was_its_best(tmp_path):
+    for forgets, expected in ((False, 40), (True, 80)):
+        folder = tmp_path / str(forgets)
+        trained(judged([1, 3, 2, 1]), folder, serial=True)
+        longer = judged([1, 3, 2, 1], steps=80)
+        role = replace(longer.roles[0], make=f"{HERE}:{'Forgets' if forgets else 'Goes'}")
+        trained(replace(longer, roles=(role,)), folder, serial=True, resume=True)
+        assert Checkpoints(folder / "checkpoints").best()["env_steps"] == expected
 
 
 def test_a_loss_that_is_not_finite_ends_it(tmp_path):

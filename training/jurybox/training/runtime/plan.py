@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import Any, Literal
 
 from jurybox.protocol.errors import missing_name
 from jurybox.protocol.weights import Mode, WeightsLayout
+from jurybox.training.checkpoints import write_atomically
 from jurybox.training.errors import UsageError
 from jurybox.training.replay import Episodes, Field
 
@@ -261,7 +263,8 @@ class Plan:
             name first), and is soon in that folder on every machine that has roles.
         server: what is published goes there, too; None: to the roles alone.
         policy: what ``policy.json`` in checkpoints says (`jurybox.training.policies.Description`), so that what was
-            learned can be played, exported and served; None: it cannot.
+            learned can be played, exported and served; None: it cannot. ``environment_arguments`` in the extra of a
+            publication replaces some of its environment's arguments next to those weights.
         columns: of metrics.csv, beyond those of every run: names that roles report.
     """
 
@@ -313,6 +316,16 @@ class Plan:
             raise PlanError(f"the server is to have {unmatched.pop()!r}, which the plan has no channel for")
         if not self.of_kind(Kind.ACTOR, Kind.TRAINER):
             raise PlanError("a run needs an actor or a trainer: nothing would ever happen")
+
+    def write_policy(self, folder: Path, extras: Iterable[Mapping[str, Any]]) -> None:
+        """Write policy.json, if there is one, next to the weights that were published with these extras."""
+        if self.policy is not None:
+            changed = {
+                name: value for extra in extras for name, value in extra.get("environment_arguments", {}).items()
+            }
+            arguments = {"environment_arguments": {**self.policy.get("environment_arguments", {}), **changed}}
+            document = {**self.policy, **(arguments if changed else {})}
+            write_atomically(folder / POLICY_FILE, json.dumps(document, indent=1))
 
     def of_kind(self, *kinds: Kind) -> list[int]:
         """The numbers of the roles of these kinds."""

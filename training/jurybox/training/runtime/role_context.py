@@ -25,7 +25,7 @@ from jurybox.protocol.weights.reader import State as Arrays
 from jurybox.protocol.weights.reader import Weights, WeightsReader
 from jurybox.training.checkpoints import EVALUATION, Checkpoints, write_atomically, write_state
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, RoleSpec
+from jurybox.training.runtime.plan import Kind, Plan, RoleSpec
 from jurybox.training.runtime.scoreboard import AT_REST, INTERVALS, ControlWord, Order, State, Subject, Word
 from jurybox.training.runtime.shared_resources import SharedResources
 
@@ -145,7 +145,8 @@ class RoleContext:
         self._orders = self.scoreboard.orders[number]
         self._send, self._send_reliably = send, certainly or send
         self._beat = beat
-        self._evaluated = evaluated if self.spec.kind is Kind.EVALUATOR and plan.best is not None else None
+        evaluates = self.spec.kind in (Kind.EVALUATOR, Kind.TRAINER) and plan.best is not None
+        self._evaluated = evaluated if evaluates else None
         self._cached: dict[str, CachedReader] = {}
         self._timeline = self.scoreboard.timeline[number]
         self._mark = self._busy_from = time.monotonic_ns()
@@ -234,26 +235,42 @@ class RoleContext:
             self._send({"kind": "report", "episodes": self._episodes, "metrics": means})
             self._episodes, self._sums = [], {}
 
-    def evaluated(self, env_steps: int, numbers: dict[str, float]) -> None:
-        """Report an evaluation; if it is the best so far, its weights are saved."""
+    def evaluated(
+        self,
+        env_steps: int,
+        numbers: dict[str, float],
+        own: tuple[Mapping[str, Any], dict[str, Any] | None] | None = None,
+    ) -> None:
+        """Report an evaluation; if it is the best so far, its weights are saved.
+
+        Args:
+            own: of a trainer that evaluated itself: state_dict and extra, as of `Publishes.publication`; None: what
+                the role's readers read last.
+        """
         message: Message = {"kind": "evaluation", "env_steps": env_steps, "numbers": numbers}
         if self._evaluated is not None and numbers.get(str(self.plan.best), math.nan) > self.scoreboard.best:
-            message |= self._write_weights(self._evaluated, env_steps, numbers)
+            kept = {name: reader.kept for name, reader in self._cached.items() if reader.kept is not None}
+            if own is not None and self.spec.publishes is not None:
+                kept[self.spec.publishes] = Weights(dict(own[0]), int(self.words[Word.VERSION]), own[1] or {})
+            message |= self._write_weights(self._evaluated, env_steps, numbers, kept)
         self._send_reliably(message)
 
-    def _write_weights(self, parent: Path, env_steps: int, numbers: dict[str, float]) -> Message:
-        kept = {name: reader.kept for name, reader in self._cached.items() if reader.kept is not None}
+    def forget_best(self) -> None:
+        """Let the next evaluation of this run be its best one, whatever it finds."""
+        self.scoreboard.set_best(-math.inf)
+
+    def _write_weights(
+        self, parent: Path, env_steps: int, numbers: dict[str, float], kept: Mapping[str, Weights]
+    ) -> Message:
         if not kept:
             return {"unkept": f"{self.name} took no weights from a reader of its context (context.reader())"}
         checkpoints = Checkpoints(parent)
         folder: Path | None = None
         try:
             folder = checkpoints.begin()
-            for name, (state, version, extra) in kept.items():
-                whole = {"state": state, "version": version, "extra": extra}
-                write_state(folder / f"weights-{name}.state", whole)
-            if self.plan.policy is not None:
-                write_atomically(folder / POLICY_FILE, json.dumps(self.plan.policy, indent=1))
+            for name, weights in kept.items():
+                write_state(folder / f"weights-{name}.state", weights._asdict())
+            self.plan.write_policy(folder, (weights.extra for weights in kept.values()))
             versions = {name: weights.version for name, weights in kept.items()}
             document = {"env_steps": env_steps, "numbers": numbers, "versions": versions}
             write_atomically(folder / EVALUATION, json.dumps(document, indent=1))

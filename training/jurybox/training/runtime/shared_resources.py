@@ -17,7 +17,7 @@ from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
-from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_atomically, write_state
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, read_state, write_state
 from jurybox.training.replay import Replay
 from jurybox.training.runtime.plan import POLICY_FILE, Kind, Plan, ReplaySpec
 from jurybox.training.runtime.scoreboard import PROGRESS, ControlWord, RunScoreboard, Word
@@ -161,20 +161,20 @@ class SharedResources(Closing):
         Returns:
             The entries of the checkpoint's run.json that `restore` needs.
         """
-        if plan.policy is not None:
-            write_atomically(folder / POLICY_FILE, json.dumps(plan.policy, indent=1))
         for replay in plan.replays:
             path = folder / f"replay-{replay.name}.jbr"
             if save_replay is None:
                 self.replay(replay.name).save(path)
             else:
                 save_replay(replay.name, path)
+        extras = []
         for channel in plan.channels:
             reader = self.reader(channel.name)
             if reader.newest:
-                state, version, extra = reader.read(timeout=5.0)
-                whole = {"state": state, "version": version, "extra": extra}
-                write_state(folder / f"weights-{channel.name}.state", whole)
+                found = reader.read(timeout=5.0)
+                extras.append(found.extra)
+                write_state(folder / f"weights-{channel.name}.state", found._asdict())
+        plan.write_policy(folder, extras)
         return {
             "replays": [each.name for each in plan.replays],
             "channels": [each.name for each in plan.channels],
