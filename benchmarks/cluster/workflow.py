@@ -10,29 +10,40 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import torch
+from threadpoolctl import threadpool_limits
 
 from benchmarks.cluster.compare import compare
+
+
+class Moments:
+    """When each row of metrics was written, which is when an update has ended."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows.append(time.monotonic())
 
 
 def one(launcher: str, updates: int, workers: int | None, halves: bool) -> float:
     """Episodes a second."""
     from jurybox.studies.workflow.settings import WorkflowTraining
-    from jurybox.studies.workflow.train import networks
-    from jurybox.studies.workflow.trainer import WorkflowTrainer
+    from jurybox.studies.workflow.train import plan
+    from jurybox.training.runtime.plan import Budget
+    from jurybox.training.runtime.run import run
     from jurybox.training.trainings.launchers import spread_named
 
-    torch.set_num_threads(1)
-    settings = WorkflowTraining(workers=workers, halves=halves)
-    with spread_named(launcher) as spread, networks(settings, spread) as (env, evaluation, _):
-        trainer = WorkflowTrainer(settings, env, evaluation)
-        for _ in range(2):
-            trainer.advance()
-        began, first = time.monotonic(), trainer.episodes
-        for _ in range(updates):
-            trainer.advance()
-        return (trainer.episodes - first) / (time.monotonic() - began)
+    settings, moments = WorkflowTraining(workers=workers, halves=halves), Moments()
+    budget = Budget((2 + updates) * settings.envs * settings.episode_length)
+    with TemporaryDirectory() as folder, spread_named(launcher) as spread, threadpool_limits(1):
+        planned = replace(plan(settings, Path(folder), spread=spread), budget=budget, save_every=0)
+        run(planned, Path(folder), moments, serial=True)
+    return updates * settings.envs / (moments.rows[-1] - moments.rows[1])
 
 
 def main() -> None:

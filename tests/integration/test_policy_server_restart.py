@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.unit.runtime.toys import plan
 
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.studies.workflow.networks import INPUTS
-from jurybox.studies.workflow.policy import Defender, learner_of, policies
+from jurybox.studies.workflow.policy import Defender, ServedNetwork, ServedWeights, learner_of, policy_server
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training.runtime import serving
 from jurybox.training.runtime.plan import ChannelSpec
@@ -102,10 +103,10 @@ def test_a_search_goes_on_with_its_newest_weights_where_its_server_is_started_ag
     try:
         wait_until(lambda: "supervisor serving" in servers[0].text(), START)
         settings = WorkflowTraining(envs=2, total_episodes=2, policy="served", server=servers[0].address)
-        with policies(settings, tmp_path / "server.log") as make:
+        with policy_server(settings, tmp_path / "server.log") as server, closing(ServedWeights(server, 2)) as weights:
             learner = learner_of(settings.ppo)
             learner.setup(0, "cpu")
-            served, own = Defender(learner, make(learner)), Defender(learner)
+            served, own = Defender(learner, ServedNetwork(learner, weights)), Defender(learner)
             rows = np.random.default_rng(0).random((2, INPUTS)).astype(np.float32)
             for restarts in (False, True):
                 if restarts:

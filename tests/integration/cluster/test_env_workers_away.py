@@ -18,7 +18,6 @@ from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training.run_folder import RunLog
 from jurybox.training.runtime.run import run
 from jurybox.training.trainings.launchers import spread_named
-from jurybox.training.trainings.progress import Watcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,22 +31,21 @@ PHOTO = PhotoTraining(steps=32, envs=4, rollout=16, n_epochs=1, checkpoint_every
 
 def columns(folder, *names):
     with (folder / "metrics.csv").open() as file:
-        return [tuple(row[name] for name in names) for row in csv.DictReader(file)]
+        return [tuple(row[name] for name in names) for row in csv.DictReader(file) if row["return_mean"]]
 
 
 def learned(folder):
     return columns(folder, "return_mean", "return_std", "compliance", "fixes", "policy_loss", "value_loss")
 
 
-class Stops(Watcher):
-    """Interrupts a training after some episodes, as if its process were killed."""
+def stops(after):
+    """Interrupts a training after some steps, as if its process were killed."""
 
-    def __init__(self, after):
-        self.after = after
-
-    def advance(self, done, numbers=None):
-        if done >= self.after:
+    def watch(shared):
+        if made(shared) >= after:
             raise InterruptedError
+
+    return watch
 
 
 def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
@@ -59,7 +57,7 @@ def test_a_search_with_its_networks_on_another_node_learns_the_same(tmp_path):
             assert len(local) == 10 and local == ray
         longer = SEARCH.changed(total_episodes=90)
         with pytest.raises(InterruptedError):  # there is a checkpoint after ten updates
-            workflow_run.run(longer, tmp_path / "first here", Stops(72), spread=spread)
+            workflow_run.run(longer, tmp_path / "first here", watch=stops(72 * 20), spread=spread)
         assert learned(tmp_path / "whole" / "local") != learned(tmp_path / "halves" / "local")
     here = longer.changed(workers=None)
     workflow_run.run(here, tmp_path / "first here", resume=True)
@@ -82,14 +80,14 @@ def made(shared):
     return shared.scoreboard.env_steps + shared.scoreboard.under_way
 
 
-class KillsOnce(Watcher):
+class KillsOnce:
     """Kills a node in the middle of a training, and adds another."""
 
     def __init__(self, cluster, doomed, at):
         self.cluster, self.doomed, self.at = cluster, doomed, at
 
-    def advance(self, done, numbers=None):
-        if self.doomed is not None and done >= self.at:
+    def __call__(self, shared):
+        if self.doomed is not None and made(shared) >= self.at:
             doomed, self.doomed = self.doomed, None
             self.cluster.kill(doomed)
             self.cluster.add("away")
@@ -99,7 +97,7 @@ def test_a_search_continues_when_the_node_of_its_networks_dies(tmp_path):
     with nodes() as cluster:
         doomed = cluster.add("away")
         with spread_named("ray", cluster.address, AWAY) as spread:
-            workflow_run.run(SEARCH, tmp_path, KillsOnce(cluster, doomed, 18), spread=spread)
+            workflow_run.run(SEARCH, tmp_path, watch=KillsOnce(cluster, doomed, 18 * 20), spread=spread)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["episodes"] == 60 and summary["env_worker_restarts"] == 2, "both workers were on it"
 
@@ -115,8 +113,7 @@ def test_photos_are_edited_on_another_node_and_scored_over_the_network(tmp_path)
             assert addresses == {f"grpc://{server.listening('grpc')}"}
             environments.close()
             train(settings, tmp_path / "ray", spread=spread)
-            kills = KillsOnce(cluster, doomed, 20)
-            train(settings, tmp_path / "killed", lambda shared: kills.advance(made(shared)), spread=spread)
+            train(settings, tmp_path / "killed", KillsOnce(cluster, doomed, 20), spread=spread)
     names = ("episodes", "return_mean", "policy_loss", "value_loss", "score_after")
     assert len(columns(tmp_path / "local", *names)) == 2
     assert columns(tmp_path / "local", *names) == columns(tmp_path / "ray", *names)

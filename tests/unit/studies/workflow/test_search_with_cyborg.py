@@ -15,7 +15,6 @@ from jurybox.studies.workflow import environments, trainer
 from jurybox.studies.workflow import train as workflow_run
 from jurybox.studies.workflow.cage import CyborgEnv
 from jurybox.studies.workflow.trainer import WorkflowTrainer
-from jurybox.training.trainings.progress import Watcher
 
 CYBORG = SETTINGS.changed(env="cyborg", workers=1, total_episodes=40, mixed_share=0.0)
 FEW = CYBORG.changed(envs=2, total_episodes=10)
@@ -63,19 +62,18 @@ def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, 
         made.append(make_all(*arguments, **options))
         return made[-1]
 
-    class KillsOnce(Watcher):
-        done = False
+    killed = []
 
-        def advance(self, done, numbers=None):
-            if done >= 2 and not self.done:
-                self.done = True
-                os.kill(made[0][0].pids[0], signal.SIGKILL)
+    def kill_once(shared):
+        if shared.scoreboard.env_steps >= 2 * 12 and not killed:
+            killed.append(made[0][0].pids[0])
+            os.kill(killed[0], signal.SIGKILL)
 
     def restarts():
         return json.loads((tmp_path / "summary.json").read_text())["env_worker_restarts"]
 
     monkeypatch.setattr(environments, "make", kept)
-    workflow_run.run(FEW, tmp_path, KillsOnce())
+    workflow_run.run(FEW, tmp_path, watch=kill_once)
     assert restarts() == 1
     workflow_run.run(FEW, tmp_path, resume=True, serial=True)
     assert restarts() == 1

@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import signal
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,22 +21,14 @@ from jurybox.studies.workflow import train as workflow_run
 from jurybox.studies.workflow import trainer as workflow_trainer
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.studies.workflow.report import conclusion
+from jurybox.studies.workflow.searched import Evaluated, OrderEvaluation
 from jurybox.studies.workflow.settings import ORDERS, WorkflowTraining
-from jurybox.studies.workflow.trainer import (
-    DONE,
-    FINAL,
-    MIXED,
-    REFERENCE,
-    SEARCH,
-    Evaluated,
-    OrderEvaluation,
-    WorkflowTrainer,
-)
+from jurybox.studies.workflow.trainer import DONE, FINAL, MIXED, REFERENCE, SEARCH, WorkflowTrainer
 from jurybox.training.algorithms.base import Update
 from jurybox.training.algorithms.ppo import PPOSettings
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
+from jurybox.training.interrupts import Signals
 from jurybox.training.run_folder import RunLogError
-from jurybox.training.trainings.progress import Watcher
 
 SETTINGS = WorkflowTraining(
     envs=8,
@@ -55,9 +51,29 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+class Context:
+    """What a role reports to."""
+
+    def __init__(self) -> None:
+        self.returns: list[float] = []
+        self.evaluations: list[tuple[dict[str, float], tuple]] = []
+
+    def goes_on(self, env_steps: int = 0) -> bool:
+        return True
+
+    def episode(self, *, total: float, length: int) -> None:
+        self.returns.append(total)
+
+    def metrics(self, **numbers: float) -> None:
+        pass
+
+    def evaluated(self, env_steps, numbers, own) -> None:
+        self.evaluations.append((numbers, own))
+
+
 def trainer(**changed) -> WorkflowTrainer:
     settings = SETTINGS.changed(**changed)
-    return WorkflowTrainer(settings, environments.make(settings, 0), environments.make(settings, 1))
+    return WorkflowTrainer(Context(), settings, environments.make(settings, 0), environments.make(settings, 1))
 
 
 def test_it_trains_without_a_workflow_then_all_then_searches_then_trains_the_best() -> None:
@@ -194,6 +210,22 @@ def test_without_mixed_orders_each_workflow_is_paid_alike(monkeypatch) -> None:
     assert set(found[FINAL]) == {0.0}
 
 
+def test_at_the_end_the_last_weights_are_published_and_the_evaluated_ones_are_the_best(monkeypatch) -> None:
+    it = trainer()
+    monkeypatch.setattr(it, "verdict", lambda judged, obeyed: "passed")
+    while not it.done:
+        it.advance()
+        if it.phase == FINAL and it._kept is None:
+            it._kept = (1000.0, {name: torch.zeros_like(each) for name, each in it.learner.acting.state_dict().items()})
+    ((numbers, (best, of_best)),) = it.context.evaluations
+    published, of_published = it.publication()
+    assert numbers["return"] == it.final.returns
+    assert not any(each.any() for each in best.values()), "what was the best of the last phase"
+    assert any(each.any() for each in published.values())
+    order = " > ".join(UNIT_TYPES[kind] for kind in it.best)
+    assert of_best == of_published == {"environment_arguments": {"order": order}}
+
+
 def test_a_policy_without_fixes_is_not_judged_and_scores_as_disobedient() -> None:
     it = trainer(min_judged=10**6, mixed_share=0.0)
     while not it.tried:
@@ -268,7 +300,7 @@ def with_cuts(**changed) -> WorkflowTrainer:
     """A trainer whose first network is truncated in an evaluation's first round, or more of them."""
     evaluation = Cut(SETTINGS.envs, SETTINGS.red, episode_length=SETTINGS.episode_length, restarted=True, **changed)
     evaluation.reset(seed=1)
-    return WorkflowTrainer(SETTINGS, environments.make(SETTINGS, 0), (evaluation,))
+    return WorkflowTrainer(Context(), SETTINGS, environments.make(SETTINGS, 0), (evaluation,))
 
 
 def test_an_evaluation_scores_whole_episodes_alone() -> None:
@@ -289,15 +321,21 @@ def test_a_training_step_is_judged_by_whole_episodes_alone() -> None:
     cut.reset(seed=1)
     it._env = (cut,)
     numbers = it.advance()
-    assert min(it.recent) > -1000 and numbers["return_mean"] > -1000 and numbers["total_reward"] > -1000
+    assert numbers["return_mean"] > -1000 and numbers["total_reward"] > -1000
+    assert len(it.context.returns) == 7 and min(it.context.returns) > -1000, "the eighth did not end"
 
 
 FILES = {"metrics.csv", "workflows.csv", "summary.json", "report.html", "settings.json", "checkpoints", "tensorboard"}
 
 
-def rows(folder, name="metrics.csv", without=("episodes_per_second",)):
+def rows(folder, name="metrics.csv", without=("seconds", "steps_per_second")):
     with (folder / name).open() as file:
         return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
+
+
+def trained(folder):
+    """The rows of updates, without that of the last evaluation."""
+    return [row for row in rows(folder) if row["phase"]]
 
 
 @pytest.fixture(scope="module")
@@ -362,23 +400,18 @@ def test_policies_of_other_training_are_not_compared() -> None:
     assert "What the order costs is not known" in said and "worse" not in said
 
 
-class Heard(Watcher):
-    """A watcher that keeps the reports."""
+def test_a_stop_is_noticed_within_an_update_and_within_an_evaluation(tmp_path) -> None:
+    seen = []
 
-    def __init__(self) -> None:
-        self.told: list[tuple[int, float | None]] = []
+    def watch(shared):
+        seen.append((shared.scoreboard.env_steps, shared.scoreboard.under_way))
 
-    def advance(self, done, numbers=None) -> None:
-        self.told.append((done, (numbers or {}).get("evaluated")))
-
-
-def test_progress_is_reported_within_an_update_and_within_an_evaluation(tmp_path) -> None:
-    watcher = Heard()
-    workflow_run.run(SETTINGS.changed(total_episodes=40, mixed_share=0.0), tmp_path, watcher)
-    done = [each for each, evaluated in watcher.told if evaluated is None]
-    assert {1, 2, 4, 6} <= set(done) and done == sorted(done), "the first update is of eight episodes"
-    evaluated = [share for _, share in watcher.told if share is not None]
-    assert min(evaluated) == 0.0 and 0.9 < max(evaluated) < 1.0 and len(set(evaluated)) > 20
+    workflow_run.run(SETTINGS.changed(total_episodes=40, mixed_share=0.0), tmp_path, watch=watch)
+    made = [counted + under_way for counted, under_way in seen]
+    assert {8, 16, 24, 88} <= set(made) and made == sorted(made), (
+        "the first update is of eight episodes of twelve steps"
+    )
+    assert seen.count((0, 88)) == 1 + 4 * 12, "at the end of the first update the policy without an order is evaluated"
 
 
 class Stopped(Exception):
@@ -400,8 +433,60 @@ def test_a_resumed_run_is_the_same_as_one_without_a_stop(whole, tmp_path, monkey
         workflow_run.run(SETTINGS, tmp_path)
     monkeypatch.setattr(WorkflowTrainer, "advance", advance)
     workflow_run.run(SETTINGS, tmp_path, resume=True)
-    assert rows(tmp_path) == rows(whole[0])
-    assert rows(tmp_path, "workflows.csv") == rows(whole[0], "workflows.csv")
+    assert left_by(tmp_path) == left_by(whole[0])
+
+
+def left_by(folder):
+    """What has to be equal, to the last bit, of two runs that are the same."""
+    checkpoints = Checkpoints(folder / "checkpoints")
+    places = checkpoints.folder / "best", checkpoints.existing().folder
+    weights = {place.name: (place / "weights-policy.state").read_bytes() for place in places}
+    return rows(folder), rows(folder, "workflows.csv"), weights, checkpoints.best()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.studies.workflow.test_trainer import SETTINGS, WorkflowTrainer, workflow_run
+
+advance = WorkflowTrainer.advance
+
+def killed(self):
+    if self.updates == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return advance(self)
+
+WorkflowTrainer.advance = killed
+workflow_run.run(SETTINGS, Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.runs
+def test_a_run_that_was_killed_and_resumed_is_the_same_as_one_at_once(whole, tmp_path) -> None:
+    root = Path(__file__).parents[4]
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=root, timeout=120, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(rows(tmp_path)) == 13 and not (tmp_path / "summary.json").exists()
+    workflow_run.run(SETTINGS, tmp_path, resume=True)
+    assert left_by(tmp_path) == left_by(whole[0]), "three updates after the checkpoint were made once more"
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_stop_leaves_the_update_and_the_run_goes_on_with_resume(whole, tmp_path, evaluating) -> None:
+    signals, asked = Signals(), []
+
+    def watch(shared):
+        counted, under_way = shared.scoreboard.env_steps, shared.scoreboard.under_way
+        asked.append((counted, under_way))
+        if counted == 96 * (3 if evaluating else 12) and asked.count((counted, under_way)) > (3 if evaluating else 1):
+            signals.ask(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        workflow_run.run(SETTINGS, tmp_path, watch=watch, signals=signals)
+    assert not (tmp_path / "report.html").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["end"] == "a stop was requested"
+    workflow_run.run(SETTINGS, tmp_path, resume=True)
+    assert left_by(tmp_path) == left_by(whole[0])
 
 
 def best_of(folder):
@@ -432,27 +517,12 @@ def test_a_finished_run_goes_on_with_a_larger_budget(tmp_path) -> None:
     workflow_run.run(fewer.changed(total_episodes=160), tmp_path, resume=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["episodes"] == 160 and summary["env_steps"] == 160 * 12
-    more = rows(tmp_path)
-    assert [row["episodes"] for row in more] == [str(8.0 * number) for number in range(1, 21)]
+    more = trained(tmp_path)
+    assert [row["episodes"] for row in more] == [str(8 * number) for number in range(1, 21)]
     assert [row["phase"] for row in more[10:]] == ["2.0"] * 6 + ["3.0"] * 4, "the search, then the best workflow"
     now = rows(tmp_path, "workflows.csv")
     assert now[: len(tried)] == tried and len(now) > len(tried)
     assert best_of(tmp_path) == summary["return_mean"]
-
-
-def test_a_stopped_run_ends_its_progress(tmp_path) -> None:
-    class Stops(Watcher):
-        ended = False
-
-        def advance(self, done, numbers=None):
-            raise Stopped
-
-        def end(self):
-            self.ended = True
-
-    with pytest.raises(Stopped):
-        workflow_run.run(SETTINGS, tmp_path, watcher := Stops())
-    assert watcher.ended, "or a bar hides the terminal's cursor"
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten_nor_resumed_as_another(whole, tmp_path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,55 @@ Maker = Callable[[], Part]
 
 TRUTH = {"true_state": (np.int8, (13,))}
 STREAMS = 2  # training, evaluation
+
+
+@contextmanager
+def networks(
+    settings: WorkflowTraining, ray: Mapping[str, Any] | None = None, *, serial: bool = False, resumed_at: int = 0
+) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
+    """Create the networks to defend, for training and for evaluation. Use it in a ``with`` statement.
+
+    It yields both, and a function that returns the number of env workers that were replaced.
+
+    Args:
+        ray: of the cluster that the networks run on, to which this process is connected: its "cores", and the "needs"
+            of each worker (see `launchers.Spread`); None: this machine.
+        serial: run all of them in this process.
+        resumed_at: env steps of the checkpoint that the run resumes from.
+    """
+    with ExitStack() as held:
+        if ray is None:
+            made = []
+            for stream in range(STREAMS):
+                parts = make(settings, stream, serial=serial, resumed_at=resumed_at)
+                made.append(parts)
+                for part in parts:
+                    held.callback(part.close)
+            processes = [part for parts in made for part in parts if isinstance(part, ProcessVectorEnv)]
+            yield made[0], made[1], lambda: sum(each.restarts for each in processes)
+            return
+        from jurybox.cluster.env_workers import EnvWorkers, Needs
+        from jurybox.cluster.vector_env import SpreadVectorEnv, WorkerGroups
+
+        split = halves(settings)
+        # Our simulator is fast enough for one worker to keep up with the learner.
+        wanted = settings.workers or (1 if settings.env == "cage" else ray["cores"])
+        count = min(wanted, *map(len, split))
+        rows = [share_out(half, count) for half in split]
+        # Each worker has some rows of every part of both streams.
+        makers = [[maker(settings, half[worker]) for _ in range(STREAMS) for half in rows] for worker in range(count)]
+        needs = None if ray["needs"] is None else Needs(**ray["needs"])
+        workers = held.enter_context(EnvWorkers([partial(WorkerGroups, each) for each in makers], needs))
+        streams: list[Parts] = []
+        for stream in range(STREAMS):
+            parts = tuple(
+                SpreadVectorEnv(workers, stream * len(split) + index, [*map(len, rows[index])])
+                for index in range(len(split))
+            )
+            for part, half in zip(parts, split, strict=True):
+                reset(part, settings, stream, half, resumed_at)
+            streams.append(parts)
+        yield streams[0], streams[1], lambda: workers.restarts
 
 
 def make(settings: WorkflowTraining, stream: int, *, serial: bool = False, resumed_at: int = 0) -> Parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from jurybox.client import Server, connect
 from jurybox.studies.workflow.cage.tables import N_ACTIONS
 from jurybox.studies.workflow.networks import INPUTS
 from jurybox.studies.workflow.settings import WorkflowTraining
-from jurybox.training import interrupts
 from jurybox.training.algorithms.base import Arrays, Progress
 from jurybox.training.algorithms.ppo import PPO, PPOSettings, RefinedPPO
 from jurybox.training.roles.policy_client import NEWEST, PolicyClient
@@ -120,12 +119,13 @@ class ServedWeights:
 
     Args:
         rows: observations at once.
+        alive: called while it waits for the server.
     """
 
-    def __init__(self, server: PolicyServer, rows: int) -> None:
+    def __init__(self, server: PolicyServer, rows: int, alive: Callable[[], None] = lambda: None) -> None:
         self.version, self._address, self._weights = 0, server.address, dict[str, torch.Tensor]()
-        self._channel = ServedChannel(server, MODEL, interrupts.check)
-        self.model = LeasedModel(server, MODEL, rows, interrupts.check, reach=self._reach)
+        self._channel = ServedChannel(server, MODEL, alive)
+        self.model = LeasedModel(server, MODEL, rows, alive, reach=self._reach)
 
     def publish(self, weights: dict[str, torch.Tensor]) -> None:
         """Publish other weights."""
@@ -198,18 +198,16 @@ class ServedNetwork(PolicyClient):
 
 
 @contextmanager
-def policies(settings: WorkflowTraining, log: Path) -> Iterator[Callable[[PPO], PolicyClient]]:
-    """Provide a function that makes the client of a learner's network.
+def policy_server(settings: WorkflowTraining, log: Path) -> Iterator[PolicyServer | None]:
+    """Provide the server that the policy acts on, with a model for it; None: it acts in this process.
 
     Use it in a ``with`` statement; a served policy is served until the end of the block.
     """
     if settings.policy == "local":
-        yield OwnNetwork
+        yield None
         return
     arguments = network_of(settings.ppo.hidden)
     made = {MODEL: {"factory": FACTORY, "args": arguments, "publish": "double_buffer", "max_batch": settings.envs}}
     shares: dict[str, Any] = {"http": settings.server_http, "group": settings.server_group}
-    with served_models(made, settings.server, log, **shares) as served, ExitStack() as held:
-        weights = ServedWeights(served.feed({MODEL: MODEL}), settings.envs)
-        held.callback(weights.close)
-        yield lambda learner: ServedNetwork(learner, weights)
+    with served_models(made, settings.server, log, **shares) as served:
+        yield served.feed({MODEL: MODEL})

@@ -12,8 +12,8 @@ import numpy as np
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES
 from jurybox.studies.workflow.gp_ucb import WorkflowSearch
 from jurybox.studies.workflow.rollouts import share
+from jurybox.studies.workflow.searched import Evaluated, Searched
 from jurybox.studies.workflow.settings import ORDERS, describe
-from jurybox.studies.workflow.trainer import Evaluated, WorkflowTrainer
 from jurybox.training.report import charts, page
 from jurybox.training.report import verdict as verdicts
 from jurybox.training.report.page import Conclusion, Legend, Section, Table
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _SHOWN = 3.0  # times the median: the curve omits returns below that
 
 
-def conclusion(trainer: WorkflowTrainer) -> list[str]:
+def conclusion(searched: Searched) -> list[str]:
     """Return the conclusion in sentences; if the goal was missed, with the reason."""
-    final, reference, settings = trainer.final, trainer.reference, trainer.settings
-    if final is None or trainer.best is None:
+    final, reference, settings = searched.final, searched.reference, searched.settings
+    if final is None or searched.best is None:
         return ["The budget ended before a workflow was tried."]
-    verdict = trainer.verdict_on(final)
+    verdict = searched.verdict_on(final)
     counted, complied = final.counts(settings.gate_on)
     judges = settings.gate_on == "obedience"
     fixes = "fixes that are judged" if judges else "fixes, every Remove and Restore"
@@ -41,7 +41,7 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     }
     sentences = [
         headline[verdict],
-        f"The best of {len(trainer.tried)} tried is {describe(trainer.best)}: return {final.returns:.1f} "
+        f"The best of {len(searched.tried)} tried is {describe(searched.best)}: return {final.returns:.1f} "
         f"(± {1.96 * final.error:.1f}); {final.obedience:.1%} of {final.judged:,} judged fixes comply. Judged is a fix "
         "that ends or lessens a compromise where hosts of two types or more are compromised.",
         f"By the first description's rule, which counts every Remove and Restore, {final.rate:.1%} of "
@@ -55,7 +55,7 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
         )
     if verdict == "not judged":
         sentences.append("A longer --head-start makes more situations in which an order says anything.")
-    sentences += [*_rivals(trainer), _price(trainer, final)]
+    sentences += [*_rivals(searched), _price(searched, final)]
     if reference is not None:
         sentences.append(
             f"After {settings.reference_share:.0%} of the budget, before it had seen an order, the policy's return was "
@@ -65,32 +65,32 @@ def conclusion(trainer: WorkflowTrainer) -> list[str]:
     return sentences
 
 
-def _rivals(trainer: WorkflowTrainer) -> list[str]:
+def _rivals(searched: Searched) -> list[str]:
     """Return how many other orders may be as good: chance decides which of them a run calls the best."""
-    best = max(trainer.tried, key=lambda each: each.score, default=None)
-    if best is None or len(trainer.tried) < 2:
+    best = max(searched.tried, key=lambda each: each.score, default=None)
+    if best is None or len(searched.tried) < 2:
         return []
     near = sum(
         best.score - each.score <= 1.96 * math.hypot(best.evaluated.error, each.evaluated.error)
-        for each in trainer.tried
+        for each in searched.tried
         if each is not best
     )
     if not near:
         return ["No other order that was tried has a score within the error of its own."]
     return [
-        f"{near} of the {len(trainer.tried) - 1} others that were tried have a score within the error of its own, so "
+        f"{near} of the {len(searched.tried) - 1} others that were tried have a score within the error of its own, so "
         "another seed, or another processor's rounding, may find one of them."
     ]
 
 
-def _price(trainer: WorkflowTrainer, final: Evaluated) -> str:
+def _price(searched: Searched, final: Evaluated) -> str:
     """Return what the order costs: both returns are of the same policy, after all of its training."""
-    if not trainer.prices:
+    if not searched.prices:
         return (
             "What the order costs is not known: no policy of as much training acted without one. With --mixed-share "
             "one policy learns both."
         )
-    none = trainer.prices[0].evaluated
+    none = searched.prices[0].evaluated
     lost, error = none.returns - final.returns, 1.96 * math.hypot(none.error, final.error)
     said = f"Without an order the same policy's return is {none.returns:.1f} (± {1.96 * none.error:.1f}): "
     if abs(lost) <= error:
@@ -98,43 +98,41 @@ def _price(trainer: WorkflowTrainer, final: Evaluated) -> str:
     return said + f"the order {'costs' if lost > 0 else 'gains'} {abs(lost):.1f} points (± {error:.1f})."
 
 
-def render(
-    trainer: WorkflowTrainer, metrics: Sequence[Mapping[str, float]], facts: Mapping[str, str], command: str
-) -> str:
+def render(searched: Searched, metrics: Sequence[Mapping[str, float]], facts: Mapping[str, str], command: str) -> str:
     """Return the report as one HTML document.
 
     Args:
-        trainer: at the end of its run. metrics: rows of metrics.csv. command: the command that repeats the run.
+        searched: at the end of its run. metrics: rows of metrics.csv. command: the command that repeats the run.
         facts: further facts about the run, in words.
     """
-    first, *rest = conclusion(trainer)
-    final = trainer.final
-    verdict = "failed" if final is None else trainer.verdict_on(final)
+    first, *rest = conclusion(searched)
+    final = searched.final
+    verdict = "failed" if final is None else searched.verdict_on(final)
     packages = ("torch", "gymnasium", "numpy", "scikit-learn")
     answer: dict[str, verdicts.Answer] = {"passed": "yes", "failed": "no", "not judged": "undecided"}
     sections = [
         Conclusion(answer[verdict], first, rest),
-        _prices(trainer),
-        _search(trainer),
+        _prices(searched),
+        _search(searched),
         _learning(metrics),
-        _tried(trainer),
-        page.the_run(facts, trainer.settings.as_dict(), command, packages=packages),
+        _tried(searched),
+        page.the_run(facts, searched.settings.as_dict(), command, packages=packages),
     ]
     return page.render("Jurybox workflow report", "Jurybox: a search over workflows of defence", sections)
 
 
-def _prices(trainer: WorkflowTrainer) -> Section | None:
-    if not trainer.prices:
+def _prices(searched: Searched) -> Section | None:
+    if not searched.prices:
         return None
-    none = trainer.prices[0].evaluated
+    none = searched.prices[0].evaluated
     rows = []
-    for each in trainer.prices:
+    for each in searched.prices:
         found = each.evaluated
         cells = [f"{found.returns:.1f} ± {1.96 * found.error:.1f}", f"{found.taken_over:.1f}"]
         if each.first is None:
             rows.append(["no order", "", "", "", "", cells[0], "", cells[1], ""])
             continue
-        verdict = trainer.verdict(found.judged, found.obeyed)
+        verdict = searched.verdict(found.judged, found.obeyed)
         rows.append(
             [
                 f"{UNIT_TYPES[each.first]} first",
@@ -155,21 +153,21 @@ def _prices(trainer: WorkflowTrainer) -> Section | None:
         [Table(header, rows)],
         f"The final policy with the 24 orders that begin with a type as input, one per episode, in {none.episodes:,} "
         "episodes a row: half of them from the start, half taken over after the attacker was alone for up to "
-        f"{trainer.settings.longest_head_start} steps. Obedience is the share of the judged fixes that comply; "
+        f"{searched.settings.longest_head_start} steps. Obedience is the share of the judged fixes that comply; "
         "without order: that share for the same policy without an order as input; all fixes: the share of every Remove "
         "and Restore, in episodes from their start, that complies by the first definition. A price is the cost of the "
         "order in points of return.",
     )
 
 
-def _search(trainer: WorkflowTrainer) -> Section | None:
-    if not trainer.tried:
+def _search(searched: Searched) -> Section | None:
+    if not searched.tried:
         return None
     return Section(
         "The search",
         [
             Legend([("best score", "learned"), ("other scores", "plain"), ("expected", "reference")]),
-            belief(trainer.search),
+            belief(searched.search),
         ],
         "The Gaussian process's prediction for every order at the end, with two standard deviations, and the scores of "
         "those that were tried. A score is the return, less a penalty for missing obedience.",
@@ -204,6 +202,7 @@ def belief(search: WorkflowSearch) -> charts.Chart:
 
 
 def _learning(metrics: Sequence[Mapping[str, float]]) -> Section | None:
+    metrics = [row for row in metrics if "phase" in row]  # without those of evaluations
     if len(metrics) < 2:
         return None
     # The first episodes lose so much more than all others that they would flatten the curve.
@@ -230,9 +229,9 @@ def _curve(rows: Sequence[Mapping[str, float]], name: str, label: str, style: st
     return replace(found, style=style)
 
 
-def _tried(trainer: WorkflowTrainer) -> Section | None:
+def _tried(searched: Searched) -> Section | None:
     rows = []
-    for number, each in enumerate(trainer.tried, 1):
+    for number, each in enumerate(searched.tried, 1):
         found = each.evaluated
         rows.append(
             [

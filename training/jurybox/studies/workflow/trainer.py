@@ -1,26 +1,29 @@
 """The search: training without a workflow, then with all of them mixed, then with one after another, then with the
 best.
 
-One `advance` is one update of the learner. Between two calls the whole state can be saved. The loop uses neither files
-nor processes.
+It is a trainer. Its step is an episode of each network, what is learned from it, and the evaluations that are due then.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from jurybox.studies.workflow.gp_ucb import Proposal, Trial, WorkflowSearch
-from jurybox.studies.workflow.networks import NO_ORDER, DefendedNetworks, Part, Situation
-from jurybox.studies.workflow.policy import Defender, OwnNetwork, learner_of
+from jurybox.studies.workflow import environments
+from jurybox.studies.workflow.environments import Parts
+from jurybox.studies.workflow.gp_ucb import Proposal
+from jurybox.studies.workflow.networks import NO_ORDER, DefendedNetworks, Situation
+from jurybox.studies.workflow.policy import Defender, OwnNetwork, ServedNetwork, ServedWeights, learner_of
 from jurybox.studies.workflow.rollouts import PlayedEpisodes, play, share
-from jurybox.studies.workflow.settings import N_TYPES, ORDERS, GateOn, Order, WorkflowTraining
+from jurybox.studies.workflow.searched import Evaluated, OrderEvaluation, Searched, TriedWorkflow
+from jurybox.studies.workflow.settings import N_TYPES, ORDERS, Order, WorkflowTraining, describe
 from jurybox.training.algorithms.base import Progress, Rollout
 from jurybox.training.algorithms.ppo import PPO
 from jurybox.training.algorithms.schedules import at
@@ -28,140 +31,87 @@ from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.environments.adapter import Waiting
 from jurybox.training.roles.evaluation import play_episodes
 from jurybox.training.roles.policy_client import PolicyClient
-from jurybox.training.runtime.role_context import check_losses
+from jurybox.training.runtime.plan import PolicyServer
+from jurybox.training.runtime.role_context import Made, RoleContext, Trainer, check_losses
 from jurybox.training.spaces import ALONE, MASK
-
-Parts = tuple[Part, ...]
 
 REFERENCE, MIXED, SEARCH, FINAL, DONE = "reference", "mixed", "search", "final", "done"
 _PHASES = (REFERENCE, MIXED, SEARCH, FINAL, DONE)
 _WITHOUT = 1 / 8  # share without an order among the networks that train all orders
+FOLDER = "run"  # of the plan: where workflows.csv goes
 _TRIES = 5  # to play a round of which one episode is whole
 _HEAD_STARTS, _ORDERS = 78, 79  # streams of random numbers
 
 
-Verdict = Literal["passed", "failed", "not judged"]
+def trainer(
+    context: RoleContext,
+    *,
+    workflow: Mapping[str, Any],
+    serial: bool,
+    ray: Mapping[str, Any] | None,
+    server: Mapping[str, Any] | None,
+) -> WorkflowTrainer:
+    """Make the role of `train.plan`."""
+    settings = WorkflowTraining.checked(workflow)
+    with ExitStack() as undo:
+        made = environments.networks(settings, ray, serial=serial, resumed_at=context.env_steps)
+        env, evaluation, restarts = undo.enter_context(made)
+        role = WorkflowTrainer(context, settings, env, evaluation, restarts)
+        if server is not None:
+            weights = ServedWeights(PolicyServer(**server), settings.envs, role.alive)
+            undo.callback(weights.close)
+            role.ask(lambda learner: ServedNetwork(learner, weights))
+        role.resources = undo.pop_all()
+    return role
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Means over fresh episodes.
-
-    Attributes:
-        returns: mean return of episodes from their start. error: its standard error. spread: deviation between them.
-        fixes: per episode. fixed, complied: all fixes in them, and those that complied by the first definition.
-        judged, obeyed: judged fixes, and those of them that complied, with and without a head start.
-        taken_over: mean return of episodes in which the attacker had a head start. taken_over_error: its error.
-        episodes: total number.
-    """
-
-    returns: float
-    error: float
-    spread: float
-    fixes: float
-    fixed: int
-    complied: int
-    judged: int
-    obeyed: int
-    taken_over: float
-    taken_over_error: float
-    episodes: int
-
-    @property
-    def obedience(self) -> float:
-        """Return the share of the judged fixes that complied; 0 without one."""
-        return share(self.obeyed, self.judged)
-
-    @property
-    def rate(self) -> float:
-        """Return the share of all fixes that complied by the first definition; 0 without one."""
-        return share(self.complied, self.fixed)
-
-    def counts(self, on: GateOn) -> tuple[int, int]:
-        """Return the number of the fixes that a gate is about, and of those that complied."""
-        return (self.judged, self.obeyed) if on == "obedience" else (self.fixed, self.complied)
-
-
-@dataclass(frozen=True, slots=True)
-class OrderEvaluation:
-    """Evaluation of a policy that sees the orders that begin with a type.
-
-    Attributes:
-        first: the type; None: the policy sees no order.
-        evaluated: the policy sees one of these orders in each episode.
-        anyway: obedience of the same policy without seeing the order.
-    """
-
-    first: int | None
-    evaluated: Evaluated
-    anyway: float
-
-
-@dataclass(frozen=True, slots=True)
-class TriedWorkflow(Trial):
-    """A tried workflow: its proposal and score, its training, its evaluation."""
-
-    episodes: int
-    verdict: Verdict
-    evaluated: Evaluated
-
-
-class WorkflowTrainer:
+class WorkflowTrainer(Searched, Trainer):
     """The search.
 
     Args:
         env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
             other random numbers.
-        policy: makes the client that computes a learner's network; by default this process.
+        replaced: returns the number of env workers that were replaced.
 
     Attributes:
-        on_progress: called at every step of every rollout with the number of trained episodes (with the current share
-            of one) and, during an evaluation, its finished share.
+        resources: closed with the role.
     """
 
     def __init__(
         self,
+        context: RoleContext,
         settings: WorkflowTraining,
         env: Parts,
         evaluation: Parts,
-        policy: Callable[[PPO], PolicyClient] = OwnNetwork,
+        replaced: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.settings = settings
-        self.on_progress: Callable[[float, float | None], None] = lambda episodes, evaluated: None
-        self._env, self._evaluation = env, evaluation
-        self._make_policy = policy
-        self.search = WorkflowSearch(
-            beta=settings.beta,
-            length=settings.length,
-            noise=settings.noise,
-            revisit=settings.revisit,
-            seed=settings.seed,
-        )
+        Trainer.__init__(self, context)
+        Searched.__init__(self, settings)
+        self.resources = ExitStack()
+        self._env, self._evaluation, self._replaced = env, evaluation, replaced
+        self._make_policy: Callable[[PPO], PolicyClient] = OwnNetwork
         self.phase = REFERENCE if settings.reference_share > 0 else MIXED if self._mixes else SEARCH
         self.episodes = self.updates = 0
         self.env_steps = 0
-        self.tried: list[TriedWorkflow] = []
-        self.reference: Evaluated | None = None
-        self.final: Evaluated | None = None
-        self.best: Order | None = None
-        self.prices: list[OrderEvaluation] = []
-        self.recent: list[float] = []
+        self._under_way = 0  # steps of the step that goes on
         self._learner_steps = 0  # steps of discarded learners
         self._proposal: Proposal | None = None
         self._began = 0  # episodes when this workflow's training began
         self._kept: tuple[float, dict[str, Any]] | None = None  # best policy of the final phase
-        self.last: dict[str, Any] | None = None  # at the end: the learner's last weights, before it loads the best ones
+        # At the end: the learner's last weights, before it loads the best ones.
+        self.last: dict[str, torch.Tensor] | None = None
+        self._restarts_before = 0  # workers replaced in earlier parts of a resumed run
         self.learner, self._random = self._new_learner()
+        self._policy = self._defender()
+
+    def ask(self, policy: Callable[[PPO], PolicyClient]) -> None:
+        """Let the learner's network be computed by the client that `policy` makes of a learner."""
+        self._make_policy = policy
         self._policy = self._defender()
 
     @property
     def done(self) -> bool:
         return self.phase == DONE
-
-    @property
-    def environments(self) -> tuple[Parts, Parts]:
-        """Return the environments of training and of evaluation."""
-        return self._env, self._evaluation
 
     @property
     def learner_steps(self) -> int:
@@ -174,13 +124,42 @@ class WorkflowTrainer:
             return None if self._proposal is None else self._proposal.order
         return self.best if self.phase in (FINAL, DONE) else None
 
+    def alive(self) -> None:
+        """Let happen what happens within a step; raises Abandoned where the run stops."""
+        self.context.goes_on(self._under_way)
+
+    def step(self) -> Made:
+        steps, learned, tried = self.env_steps, self.learner_steps, len(self.tried)
+        self.advance()
+        if len(self.tried) > tried:
+            last = self.tried[-1]
+            counted, complied = last.evaluated.counts(self.settings.gate_on)
+            self.context.say(
+                f"{len(self.tried)}: {describe(last.order)}: return {last.evaluated.returns:.1f}, "
+                f"{self.settings.gate_on} {share(complied, counted):.1%} of {counted} ({last.verdict}), "
+                f"{last.episodes} episodes"
+            )
+            self.write_table(self.context.folder(FOLDER))
+        return Made(self.env_steps - steps, self.learner_steps - learned)
+
+    def publication(self) -> tuple[Any, dict[str, Any] | None]:
+        return self._with_order(self.last or self.learner.acting.state_dict())
+
+    def _with_order(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+        """Return weights to publish, with the workflow that they are played with."""
+        order = None if self.order is None else describe(self.order)
+        return weights, {"environment_arguments": {"order": order}}
+
+    def close(self) -> None:
+        self.resources.close()
+
     def advance(self) -> dict[str, float]:
         """Play an episode of each network, learn from it, and change phase or workflow when due.
 
         Returns:
             Current numbers.
         """
-        settings = self.settings
+        settings, self._under_way = self.settings, 0
         if self.phase == SEARCH and self._proposal is None:
             self._begin()
         orders, own = self._orders()
@@ -198,9 +177,7 @@ class WorkflowTrainer:
                 use_masks=settings.use_masks,
                 mask_orders=settings.order_masks,
                 show_turns=settings.show_turns,
-                stepped=lambda step: self.on_progress(
-                    self.episodes + settings.envs * step / settings.episode_length, None
-                ),
+                stepped=self._stepped,
                 learn_every=settings.update_every_steps,
                 learn=self._learn,
             ),
@@ -218,11 +195,10 @@ class WorkflowTrainer:
         metrics = self._learn(rollout.part(settings.last_update_from, settings.episode_length, rollout.last_value))
         self.episodes += settings.envs
         self.env_steps += settings.envs * settings.episode_length
-        self.recent = shown.returns.tolist()
         numbers = {
             "phase": float(_PHASES.index(self.phase)),
             "workflow": float(len(self.tried)),
-            "episodes": float(self.episodes),
+            # Of this step, in place of those of the last hundred episodes of any kind.
             "return_mean": float(shown.returns.mean()),
             "return_std": float(shown.returns.std()),
             **_reward_metrics(rollout.reward[:, played.whole], played.returns[played.whole]),
@@ -233,7 +209,21 @@ class WorkflowTrainer:
             **metrics,
         }
         self._update_phase(gated)
+        # Only now: a step that is left in its evaluation counts for nothing.
+        for total in played.returns[played.whole].tolist():
+            self.context.episode(total=total, length=settings.episode_length)
+        self.context.metrics(**numbers)
+        if self.final is not None:
+            self._tell_final(self.final)
         return numbers
+
+    def _stepped(self, step: int) -> None:
+        self._under_way = self.settings.envs * step
+        self.alive()
+
+    def _tell_final(self, final: Evaluated) -> None:
+        numbers = {"return": final.returns, "error": final.error, "obedience": final.obedience}
+        self.context.evaluated(self.env_steps, numbers, self._with_order(self.learner.acting.state_dict()))
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         self.updates += 1
@@ -243,7 +233,7 @@ class WorkflowTrainer:
         found = self.learner.update(rollout, Progress(self.episodes, self.settings.total_episodes))
         metrics = {name: float(value) for name, value in found.metrics.items()}
         check_losses(metrics)
-        return {**metrics, "learner_steps": float(self.learner.gradient_steps)}
+        return metrics
 
     def evaluate(
         self, order: Order | Sequence[Order] | None, episodes: int, *, with_orders: bool = True, fresh: bool = True
@@ -270,7 +260,6 @@ class WorkflowTrainer:
             with_orders=with_orders,
             show_turns=settings.show_turns,
         )
-        total, done = count // envs * settings.episode_length * (2 if fresh else 1), itertools.count()
 
         def choose(waiting: Waiting) -> npt.NDArray[np.int64]:
             return self._policy.act(waiting.observation[ALONE], waiting.observation[MASK])[0]
@@ -281,11 +270,8 @@ class WorkflowTrainer:
             def begins(episode: int) -> None:
                 networks.assign(episode % envs, situations[episode])
 
-            def alive() -> None:
-                self.on_progress(self.episodes, min(1.0, next(done) / total))
-
             def evaluated() -> tuple[None, PlayedEpisodes]:
-                episodes = play_episodes(networks, range(count), choose, begins=begins, alive=alive)
+                episodes = play_episodes(networks, range(count), choose, begins=begins, alive=self.alive)
                 return None, PlayedEpisodes.of_episodes(episodes)
 
             found = _until_whole(evaluated, np.ones(count, np.bool_))[1]
@@ -307,16 +293,6 @@ class WorkflowTrainer:
             taken_over_error=_error(second.returns),
             episodes=sum(len(each.returns) for each in groups),
         )
-
-    def verdict(self, counted: int, complied: int) -> Verdict:
-        """Return whether the fixes that the gate is about and those that complied pass it; too few never pass."""
-        if counted < self.settings.min_judged:
-            return "not judged"
-        return "passed" if complied >= self.settings.gate * counted else "failed"
-
-    def verdict_on(self, found: Evaluated | PlayedEpisodes) -> Verdict:
-        """Return whether these episodes pass the gate."""
-        return self.verdict(*found.counts(self.settings.gate_on))
 
     @property
     def alignment_reward(self) -> float:
@@ -356,45 +332,41 @@ class WorkflowTrainer:
         steps = random.integers(0, settings.longest_head_start + 1, settings.envs)
         return np.where(random.random(settings.envs) < settings.head_start_share, steps, 0)
 
-    def state(self) -> dict[str, Any]:
-        """Return everything that `restore` needs: nested numbers, strings and tensors."""
+    def save(self) -> dict[str, Any]:
+        self.restarts = self._restarts_before + self._replaced()
         return {
+            **self.found(),
             "phase": self.phase,
             "counted": [self.episodes, self.updates, self.env_steps, self._learner_steps, self._began],
-            "recent": self.recent,
-            "trace": [asdict(trial) for trial in self.search.trace],
-            "tried": [asdict(each) for each in self.tried],
             "proposal": None if self._proposal is None else asdict(self._proposal),
-            "evaluated": [None if each is None else asdict(each) for each in (self.reference, self.final)],
-            "best": self.best,
-            "prices": [asdict(each) for each in self.prices],
             "kept": self._kept,
             "learner": self.learner.state_dict(),
             "random": self._random.bit_generator.state,
+            # With those of our own simulator a resumed run goes on as it would have without the interruption.
+            "environments": [
+                environments.random_state(self.settings, parts) for parts in (self._env, self._evaluation)
+            ],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; the environments' random states are not in it."""
+        self.restore_found(state)
+        self._restarts_before = self.restarts
         self.phase = state["phase"]
         self.episodes, self.updates, self.env_steps, self._learner_steps, self._began = state["counted"]
-        self.recent = list(state["recent"])
-        self.search.restore(state["trace"])
-        self.tried = [_restore_trial(each) for each in state["tried"]]
         proposal = state["proposal"]
         self._proposal = None if proposal is None else Proposal(**{**proposal, "order": tuple(proposal["order"])})
-        self.reference, self.final = (None if each is None else Evaluated(**each) for each in state["evaluated"])
-        self.best = None if state["best"] is None else tuple(state["best"])
-        self.prices = [
-            OrderEvaluation(**{**each, "evaluated": Evaluated(**each["evaluated"])}) for each in state["prices"]
-        ]
         kept = state["kept"]
         self._kept = None if kept is None else (kept[0], as_tensors(kept[1]))
         self.learner.load_state_dict(state["learner"])
         self._random.bit_generator.state = state["random"]
         self._policy = self._defender()
+        for parts, stream in zip((self._env, self._evaluation), state["environments"], strict=True):
+            environments.restore_random_state(self.settings, parts, stream)
         if self.phase == DONE and self.episodes < self.settings.total_episodes:
             # The run has got a larger budget since its end: the search goes on with the policy that was evaluated.
             self.phase, self.final, self.prices, self._kept = SEARCH, None, [], None
+        if not self.done:
+            self.context.forget_best()  # of an end that is none any more: the best is that of the last evaluation
 
     def _begin(self) -> None:
         self._proposal = self.search.propose()
@@ -499,7 +471,3 @@ def _reward_metrics(rewards: npt.NDArray[np.float32], returns: npt.NDArray[np.fl
 
 def _error(values: npt.NDArray[np.float64]) -> float:
     return float(values.std() / np.sqrt(len(values)))
-
-
-def _restore_trial(parts: Mapping[str, Any]) -> TriedWorkflow:
-    return TriedWorkflow(**{**parts, "order": tuple(parts["order"]), "evaluated": Evaluated(**parts["evaluated"])})

@@ -1,7 +1,7 @@
 """The skeleton of every training: it reads settings, chooses the launcher, runs the training and reports the result.
 
 A training is a `Training`: a name, its `Settings`, and a function that does the work. That function passes a plan
-to the runtime (`carry_out`) or has its own loop. The command line, signals, trackers, exit statuses and error messages
+to the runtime (`carry_out`). The command line, signals, trackers, exit statuses and error messages
 are the same for all trainings.
 """
 
