@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import gymnasium
@@ -18,15 +19,19 @@ from stable_baselines3 import DQN, PPO, SAC
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from tests.integration.test_policies import served
 from tests.serving import wait_until
 from tests.unit.runtime.toys import Rows
 
+from jurybox.client import connect
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
-from jurybox.training.roles import sb3
+from jurybox.training.policies import Policy, choose
+from jurybox.training.roles.sb3 import SB3Trainer
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.runtime.plan import PlanError
 from jurybox.training.runtime.run import run
 from jurybox.training.spaces import ContractBroken
+from jurybox.training.trainings import sb3
 
 HERE = __name__
 SMALL = {"net_arch": [8]}
@@ -142,7 +147,7 @@ def test_a_checkpoint_has_all_that_the_model_goes_on_with(tmp_path, model, steps
     saved = state(tmp_path / "run")
     # Resumed, and stopped before its first step: what is restored is what was saved.
     context = Context(saved)
-    role = sb3.SB3Trainer(context, globals()[model](3))
+    role = SB3Trainer(context, globals()[model](3))
     role.restore(saved)
     again = role.save()
     assert same(plain(saved), plain(again))
@@ -183,7 +188,7 @@ def test_short_rollouts_are_put_together(tmp_path):
 
 def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     trained(tmp_path, "ppo", 32)
-    role = sb3.SB3Trainer(Context(state(tmp_path)), ppo(0, net_arch=(16,)))
+    role = SB3Trainer(Context(state(tmp_path)), ppo(0, net_arch=(16,)))
     with pytest.raises(CheckpointError, match="another network than this model's.*start anew"):
         role.restore(state(tmp_path))
     role.close()
@@ -205,7 +210,7 @@ class Counts(Context):
 
 def test_cut_episodes_are_counted_apart_and_a_monitors_return_is_the_environments():
     context = Counts()
-    role = sb3.SB3Trainer(context, ppo(0))
+    role = SB3Trainer(context, ppo(0))
     assert role.moved(np.array([3.0, 4.0]), np.array([True, False]), [{"restarted": True}, {}], 2)
     assert (role.cut, context.episodes) == (1, [])
     role.moved(np.array([1.0, 5.0]), np.array([True, True]), [{}, {"episode": {"r": 70.0, "l": 7}}], 4)
@@ -248,9 +253,9 @@ CARTPOLE = re.search(r"```python\n(# cartpole\.py\n.*?)```", PAGE, re.DOTALL)[1]
 
 @pytest.mark.runs
 @pytest.mark.timeout(300)
-def test_a_users_model_is_trained_by_the_command_also_killed_and_resumed(tmp_path):
+def test_a_users_model_is_trained_by_the_command_also_killed_and_resumed_and_served(tmp_path, monkeypatch):
     (tmp_path / "cartpole.py").write_text(CARTPOLE)
-    options = ["plan", "--plan", "jurybox.training.roles.sb3:plan", "--set", 'arguments.model = "cartpole:model"']
+    options = ["plan", "--plan", "jurybox.training.trainings.sb3:plan", "--set", 'arguments.model = "cartpole:model"']
     options += ["--set", "arguments.steps = 5120", "--out", "run"]
     command = [sys.executable, "-m", "jurybox.training.cli", "train", *options]
     killed = subprocess.Popen(
@@ -268,3 +273,14 @@ def test_a_users_model_is_trained_by_the_command_also_killed_and_resumed(tmp_pat
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert rows[-1]["env_steps"] == 5120 and "policy_loss" in rows[-1] and "value_loss" in rows[-1]
     assert (tmp_path / "run" / "report.html").exists()
+    monkeypatch.chdir(tmp_path)  # where its file is
+    monkeypatch.syspath_prepend(tmp_path)
+    tmp_path.chmod(0o700)
+    rows = np.random.default_rng(0).uniform(-0.1, 0.1, (5, 4)).astype(np.float32)
+    wanted = Policy(choose(tmp_path / "run"))(rows).tolist()
+    with served(tmp_path / "run", tmp_path) as address, connect(address, timeout=30) as server:
+        assert server.model("policy").infer(rows).tolist() == wanted
+        url = f"http://{server.status()['server']['http']}/v2/models/policy/infer"
+        tensor = {"name": "observation", "shape": [5, 4], "datatype": "FP32", "data": rows.ravel().tolist()}
+        with urllib.request.urlopen(url, json.dumps({"inputs": [tensor]}).encode(), timeout=30) as answer:
+            assert json.load(answer)["outputs"][0]["data"] == wanted

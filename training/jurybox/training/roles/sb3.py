@@ -21,11 +21,10 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
-from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.reader import WeightsReader
 from jurybox.training.algorithms.torch_states import as_tensors
 from jurybox.training.checkpoints import CheckpointError
-from jurybox.training.runtime.plan import Budget, ChannelSpec, Kind, Plan, PlanError, RoleSpec, load
+from jurybox.training.runtime.plan import PlanError
 from jurybox.training.runtime.role_context import Made, RoleContext, Trainer
 from jurybox.training.spaces import check_finite
 
@@ -185,51 +184,6 @@ class _Rollout(BaseCallback):
     def _on_step(self) -> bool:
         told = self.locals
         return self._trainer.moved(told["rewards"], told["dones"], told["infos"], self.num_timesteps - self._before)
-
-
-def trainer(
-    context: RoleContext, *, model: str, arguments: Mapping[str, Any] | None = None, steps: int = 1
-) -> SB3Trainer:
-    """Make the role for a plan.
-
-    Args:
-        model: "module:function", called with `arguments` and a ``seed``; returns the model with its environment.
-        steps: as in `SB3Trainer`.
-
-    Raises:
-        PlanError: there is no such function, or it returns something else.
-    """
-    return SB3Trainer(context, load(model)(**(arguments or {}), seed=context.seed % 2**32), steps=steps)
-
-
-def plan(model: str, steps: int, arguments: Mapping[str, Any] | None = None, *, step: int = 1, seed: int = 0) -> Plan:
-    """The plan of a training of any model of Stable-Baselines3; publishes the whole policy on the channel "policy".
-
-    Args:
-        model, arguments: as in `trainer`.
-        steps: environment steps in all, rounded up to whole steps of the role.
-        step: environment steps that a step of the role makes at least: raise it where a rollout is short, as with DQN.
-        seed: of the run.
-
-    Example:
-        ``jurybox train plan --plan jurybox.training.roles.sb3:plan --set 'arguments.model = "cartpole:model"' --set
-        arguments.steps=20000`` with a file cartpole.py: ``def model(seed): return PPO("MlpPolicy", "CartPole-v1",
-        seed=seed)``.
-    """
-    made = load(model)(**(arguments or {}), seed=seed)
-    if not isinstance(made, BaseAlgorithm) or made.env is None:
-        raise PlanError(f"{model} made a {type(made).__name__}, expected a model of Stable-Baselines3 with environment")
-    layout = WeightsLayout.of(made.policy.state_dict())
-    made.env.close()
-    settings = {"model": model, "arguments": dict(arguments or {}), "steps": step}
-    return Plan(
-        roles=(RoleSpec("trainer", Kind.TRAINER, f"{__name__}:trainer", settings, publishes=POLICY),),
-        channels=(ChannelSpec(POLICY, layout),),
-        budget=Budget(steps),
-        seed=seed,
-        log_every=max(1, steps // 100),
-        columns=(*LEARNER_COLUMNS, "loss", "actor_loss", "critic_loss", "ent_coef"),
-    )
 
 
 def gradient_steps(model: BaseAlgorithm) -> int:
