@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jurybox.training.replay import Field, Replay
-from jurybox.training.replay.cursor import Cursor, NewRows
+from jurybox.training.replay.cursor import Cursor
 
 
 @pytest.fixture
@@ -116,17 +116,10 @@ def test_a_cursor_resumes_behind_the_rows_of_a_replay_that_was_not_restored(repl
     assert cursor.take()["a"].tolist() == [1]
 
 
-@pytest.mark.parametrize("before", [3, 20])
-def test_the_position_of_a_ticket_is_that_of_the_first_row_since(replay, before):
-    staging = np.zeros((4, replay.parts[0].slots.shape[1]), np.uint8)
-    for a in range(before):
+def test_a_cursor_tells_the_tickets_of_the_rows_that_it_took_last(replay):
+    cursor = Cursor(replay)
+    for a in range(12):
         replay.add(a=a)
-    rows = NewRows(replay.parts[0])
-    assert sum(map(len, rows.take(staging))) == rows.taken == min(before, 8)
-    at = rows.at
-    assert rows.position_of(at) == rows.taken, "there is none so far"
-    for a in range(2):
-        replay.add(a=a)
-    list(rows.take(staging))
-    assert (rows.position_of(at), rows.position_of(at + 1)) == (rows.taken - 2, rows.taken - 1)
-    assert rows.position_of(0) == rows.taken - min(rows.taken, 8) and rows.position_of(at + 2) == rows.taken
+    replay.parts[0].sequences[6] = 13  # row 6 is being written
+    assert cursor.take()["a"].tolist() == cursor.tickets.tolist() == [4, 5, *range(7, 12)]
+    assert not len(cursor.take()["a"]) and not len(cursor.tickets)

@@ -22,7 +22,7 @@ from jurybox.studies.sorrel.models import (
     remember,
 )
 from jurybox.training.algorithms.torch_states import as_tensors, optimiser_state, restore_optimiser
-from jurybox.training.replay import Windows
+from jurybox.training.replay.cursor import Cursor
 from jurybox.training.runtime.plan import load
 from jurybox.training.runtime.role_context import Actor, Learner, RoleContext
 
@@ -118,20 +118,18 @@ class SorrelLearner(Learner):
         self.model: Any = self._agents[0].model
         self._decay = self._env.config.model.get("epsilon_decay", 0.0)
         self._on_policy = is_on_policy(self.model)
-        # A copy of the replay's rows in this process's memory, in order.
-        self._rows = context.replay(group).resident("cpu")
-        self._taken = 0
+        self._rows = Cursor(context.replay(group))
         self._queue: deque[dict[str, Any]] = deque()
-        self._whole, self._complete = True, False
+        self._read_any, self._whole, self._complete = False, True, False
         # Rows that are there already were processed by an earlier learner: they fill the memory, but their epochs have
         # already been counted.
-        self._rows.refresh()
-        self._old = self._rows.taken
+        self._old = self._rows.at  # the ticket of the first row that counts
+        self._rows.resume(0)
 
     def ready(self) -> bool:
         with self._random():
             self._read_rows()
-        return self._complete or (not self._on_policy and self._taken > 0)
+        return self._complete or (not self._on_policy and self._read_any)
 
     def step(self) -> None:
         with self._random():
@@ -159,8 +157,7 @@ class SorrelLearner(Learner):
             "optimiser": {} if optimiser is None else optimiser_state(optimiser),
             "epsilon": float(self.model.epsilon),
             "random": self._random.state(),
-            "at": self._rows.at,
-            "waiting": self._rows.taken - max(self._old, self._taken - len(self._queue)),  # rows before `at`
+            "at": max(self._old, int(self._queue[0]["ticket"]) if self._queue else self._rows.at),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -170,28 +167,25 @@ class SorrelLearner(Learner):
         self._random.restore(state["random"])
         if self.context.life == 1:
             # Rows that the actor has added since, before this process was ready, are new, as are those that waited.
-            self._old = max(0, self._rows.position_of(state["at"]) - int(state["waiting"]))
+            self._old = int(state["at"])
 
     def _read_rows(self) -> None:
         missed = self._rows.missed
-        self._rows.refresh()
-        new = torch.arange(max(self._taken, self._rows.taken - len(self._rows)), self._rows.taken)
-        self._taken = self._rows.taken
-        if len(new):
-            if self._rows.missed > missed:
-                self._queue.clear()
-                self._whole = False
-            columns = {name: each.numpy() for name, each in self._rows.rows.columns(new, Windows(), 0).items()}
-            columns["position"] = new.numpy()
-            self._queue.extend({name: column[number] for name, column in columns.items()} for number in range(len(new)))
+        columns = {**self._rows.take(), "ticket": self._rows.tickets}
+        if self._rows.missed > missed:
+            self._queue.clear()
+            self._whole = False
+        new = len(columns["ticket"])
+        self._read_any = self._read_any or new > 0
+        self._queue.extend({name: column[number] for name, column in columns.items()} for number in range(new))
         while self._queue and not self._complete:
             self._apply_row(self._queue.popleft())
 
     def _apply_row(self, row: Mapping[str, Any]) -> None:
-        kind, epoch, is_old = int(row["kind"]), int(row["epoch"]), int(row["position"]) < self._old
+        kind, epoch, is_old = int(row["kind"]), int(row["epoch"]), int(row["ticket"]) < self._old
         if kind == TRANSITION:
             if self._whole or not self._on_policy:
-                remember(self.model, {name: value for name, value in row.items() if name != "position"})
+                remember(self.model, row)
         elif kind == EPOCH_BEGINS:
             self._whole = True
             for agent in self._agents:

@@ -29,6 +29,7 @@ class Cursor:
         at: the ticket of the next row; begins after all tickets issued so far. Tickets, not counts of added rows,
             determine slots: a writer skips a slot that another writer holds (for example a killed one).
         missed: rows that were overwritten or given up before they were taken.
+        tickets: of the rows that were taken last, int64 (n,).
     """
 
     def __init__(self, replay: Parts) -> None:
@@ -36,6 +37,7 @@ class Cursor:
         self._fields = replay.layout.fields
         self._offsets = replay.layout.slot.offsets
         self.missed = 0
+        self.tickets = np.empty(0, np.int64)
         self.at = int(self._part.ring.reserved)
 
     def resume(self, at: int) -> None:
@@ -65,7 +67,8 @@ class Cursor:
         # An even word that names the row: it is whole. What its writer has not finished, or has overwritten, is not.
         words = np.ascontiguousarray(slots[:, :8]).view(np.uint64)[:, 0]
         written = words == 2 * np.arange(first, first + len(slots), dtype=np.uint64) + 2
-        self.at = first + (int(np.flatnonzero(written)[-1]) + 1 if written.any() else 0)
+        self.tickets = first + np.flatnonzero(written)
+        self.at = int(self.tickets[-1]) + 1 if len(self.tickets) else first
         rows = slots[written]
         return {name: self._column(rows, name) for name in self._fields}
 
@@ -140,28 +143,6 @@ class NewRows(ForkGuard):
         self._position_at = np.full(part.capacity, -1, np.int64)
         self._links = np.zeros((0, 16), np.uint8)
         super().__init__()
-
-    @property
-    def at(self) -> int:
-        """The ticket of the next row; one of a row that is still being written may be lower."""
-        return self._next
-
-    def position_of(self, ticket: int) -> int:
-        """The position of the first row taken that has this ticket or a later one; that of the next row if none has.
-
-        Exact as long as the ring holds that row.
-        """
-        return self.taken - int((self._ticket_at >= ticket).sum())
-
-    def tickets_of(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The tickets of the taken rows at these positions that the ring still holds, in any order."""
-        return self._ticket_at[np.isin(self._position_at, positions)]
-
-    def positions_of(self, tickets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The positions of the taken rows with these tickets, without those that the ring no longer holds."""
-        slots = tickets % self._capacity
-        found: npt.NDArray[np.int64] = self._position_at[slots[self._ticket_at[slots] == tickets]]
-        return found
 
     @property
     def waiting(self) -> int:

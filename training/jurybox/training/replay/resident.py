@@ -328,23 +328,6 @@ class Resident:
         return self._new.missed
 
     @property
-    def at(self) -> int:
-        """The ticket of the next row of the shared replay, see `NewRows.at`."""
-        return self._new.at
-
-    def position_of(self, ticket: int) -> int:
-        """The position of the first row with this ticket or a later one, see `NewRows.position_of`."""
-        return self._new.position_of(ticket)
-
-    def tickets_of(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The tickets of the rows at these positions, see `NewRows.tickets_of`."""
-        return self._new.tickets_of(positions)
-
-    def positions_of(self, tickets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The positions of the rows with these tickets, see `NewRows.positions_of`."""
-        return self._new.positions_of(tickets)
-
-    @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         extra = 0 if self._priorities is None else self._priorities.nbytes
