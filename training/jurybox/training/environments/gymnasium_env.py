@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,9 +176,7 @@ def _preprocessed(env: Environment, grayscale: bool, resize: Sequence[int] | Non
         one = env.observation_space
         env = FrameStackObservation(env, n_stack)
         env.observation_space = stacked_space(one, n_stack)
-        leaves: list[tuple[tuple[Any, ...], Leaf]] = []
-        _collect(env.observation_space, (), leaves)
-        if any(len(leaf.shape) > 3 for _, leaf in leaves):
+        if any(len(leaf.shape) > 3 for _, leaf in _leaves(env.observation_space)):
             raise EnvironmentUnusable(
                 f"n_stack = {n_stack} makes four dimensions of the pictures of {space}, and three are expected: set "
                 "grayscale = true, or stack them in a wrapper of the environment"
@@ -292,8 +290,7 @@ class Observations:
 
     def __init__(self, space: spaces.Space[Any], agent: str = "") -> None:
         self._space, self._of = space, f" of {agent}" if agent else ""
-        self._leaves: list[tuple[tuple[Any, ...], Leaf]] = []
-        _collect(space, (), self._leaves)
+        self._leaves = _leaves(space)
         leaves = tuple(leaf for _, leaf in self._leaves)
         numbers = sum(leaf.size for leaf in leaves)
         pictures = tuple(leaf.picture for leaf in leaves if leaf.kind == "picture")
@@ -387,28 +384,19 @@ def _leaf(path: tuple[Any, ...], space: spaces.Space[Any]) -> Leaf:
     return Leaf(name, shape, kind.name, scale=scale)
 
 
-def _collect(space: spaces.Space[Any], path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], Leaf]]) -> None:
-    if isinstance(space, spaces.Dict):
-        for name, part in space.spaces.items():
-            _collect(part, (*path, name), found)
-    elif isinstance(space, spaces.Tuple):
-        for number, part in enumerate(space.spaces):
-            _collect(part, (*path, number), found)
+def _innermost(space: spaces.Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The spaces in a Dict or Tuple that are neither, with their paths; of another space that itself."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        inner: Any = space.spaces
+        for key, part in inner.items() if isinstance(space, spaces.Dict) else enumerate(inner):
+            yield from _innermost(part, (*path, key))
     else:
-        leaf = _leaf(path, space)
-        if math.prod(leaf.shape):  # a part without a number is no input
-            found.append((path, leaf))
+        yield path, space
 
 
-def _collect_actions(space: spaces.Space[Any], path: tuple[Any, ...], found: list[tuple[str, Actions]]) -> None:
-    if isinstance(space, spaces.Dict):
-        for name, part in space.spaces.items():
-            _collect_actions(part, (*path, name), found)
-    elif isinstance(space, spaces.Tuple):
-        for number, part in enumerate(space.spaces):
-            _collect_actions(part, (*path, number), found)
-    else:
-        found.append((name_of(path), Actions(space)))
+def _leaves(space: spaces.Space[Any]) -> list[tuple[tuple[Any, ...], Leaf]]:
+    leaves = [(path, _leaf(path, part)) for path, part in _innermost(space)]
+    return [(path, leaf) for path, leaf in leaves if math.prod(leaf.shape)]  # a part without a number is no input
 
 
 def _joined(space: spaces.Space[Any], leaves: Sequence[tuple[str, Actions]]) -> ActionSpec:
@@ -450,7 +438,7 @@ class Actions:
         self._space = space
         self._leaves: list[tuple[str, Actions]] = []
         if isinstance(space, spaces.Dict | spaces.Tuple):
-            _collect_actions(space, (), self._leaves)
+            self._leaves = [(name_of(path), Actions(part)) for path, part in _innermost(space)]
             self.spec = _joined(space, self._leaves)
         elif isinstance(space, spaces.Discrete):
             self.spec = ActionSpec(True, int(space.n), int(space.start))
@@ -547,7 +535,58 @@ def foreign(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
         raise ContractBroken(what) from error
 
 
-class GymEnvs:
+class OneAgentEnvs:
+    """What environments of one agent observe, side by side: the common part of the adapters of Gymnasium's.
+
+    Args:
+        n: how many.
+        observed, does: their spaces.
+        clips, masked: see `GymEnvs`.
+
+    Raises:
+        EnvironmentUnusable: the spaces are not supported.
+    """
+
+    agents = ("",)
+
+    def __init__(
+        self, n: int, observed: spaces.Space[Any], does: spaces.Space[Any], *, clips: bool, masked: bool
+    ) -> None:
+        self._observations, actions = Observations(observed), Actions(does)
+        self.to_env, self._spec = actions.clipped if clips else actions.chosen, actions.spec
+        self.n, seen = n, self._observations.seen
+        self._rows = np.zeros((n, seen.size), seen.dtype)
+        self._inputs = {leaf.name: np.zeros((n, *leaf.shape), leaf.dtype) for leaf in seen.inputs}
+        self._masks = np.zeros((n, actions.spec.size), np.bool_) if masked else None
+        if self._masks is not None:
+            self._inputs[MASK] = self._masks
+        self._running = np.zeros(n, np.bool_)
+
+    def waiting(self) -> Waiting:
+        """What all environments observe."""
+        return Waiting("", self._inputs, self._rows.copy())
+
+    def _see(
+        self, number: int, observation: Any, info: Mapping[str, Any], env: Any = None, *, ended: bool = False
+    ) -> None:
+        found = self._observations.inputs(observation)
+        for name, value in found.items():
+            self._inputs[name][number] = value
+        self._rows[number] = self._observations.packed(found)
+        if self._masks is not None:
+            self._masks[number] = foreign(action_mask, env, info, self._spec.size, self._spec.counts, ended=ended)
+
+    def _moved(
+        self, reward: Array, ends: tuple[Array, Array], infos: list[Any], steps: int, acted: Array | None = None
+    ) -> Moved:
+        over = ends[0] | ends[1]
+        self._running &= ~over
+        mask = None if self._masks is None else self._masks.copy()
+        result = Result("", reward, *ends, self._rows.copy(), infos, mask, acted=acted)
+        return Moved((result,), steps, np.flatnonzero(over).tolist())
+
+
+class GymEnvs(OneAgentEnvs):
     """Gymnasium environments of one agent, as an `Adapter`.
 
     Args:
@@ -566,7 +605,6 @@ class GymEnvs:
         EnvironmentUnusable: the environment cannot be made, or has unsupported spaces.
     """
 
-    agents = ("",)
     bound = "set max_episode_steps, which bounds them (as high as you like)"
 
     def __init__(
@@ -582,7 +620,7 @@ class GymEnvs:
         shared: bool = False,
         **preprocessing: Any,
     ) -> None:
-        self.n, self.name, self.shared = n, env, shared
+        self.name, self.shared = env, shared
         with ExitStack() as undo:
             self._kept: list[Kept] = []
             for place in places or places_of(0, range(n)):
@@ -591,28 +629,16 @@ class GymEnvs:
                 if not shared:
                     undo.callback(one.env.close)
             self.envs: list[Environment] = [each.env for each in self._kept]
-            self._observations = Observations(self.envs[0].observation_space)
-            actions = Actions(self.envs[0].action_space)
+            one_of = self.envs[0]
+            super().__init__(n, one_of.observation_space, one_of.action_space, clips=clips, masked=masked)
             self._resources = undo.pop_all()
-        self.to_env, self._spec = actions.clipped if clips else actions.chosen, actions.spec
-        seen = self._observations.seen
-        self._rows = np.zeros((n, seen.size), seen.dtype)
-        self._inputs = {leaf.name: np.zeros((n, *leaf.shape), leaf.dtype) for leaf in seen.inputs}
-        self._masks = np.zeros((n, actions.spec.size), np.bool_) if masked else None
-        if self._masks is not None:
-            self._inputs[MASK] = self._masks
-        self._running = np.zeros(n, np.bool_)
 
     def begin(self, environment: int, seed: int) -> None:
         """Begin an episode. Raises ContractBroken: what it returned is not what it has to be."""
         self._kept[environment].user = self
         observation, info = begun(foreign(self.envs[environment].reset, seed=seed))
-        self._observe(environment, observation, info)
+        self._see(environment, observation, info, self.envs[environment])
         self._running[environment] = True
-
-    def waiting(self) -> Waiting:
-        """What all environments observe."""
-        return Waiting("", self._inputs, self._rows.copy())
 
     def step(self, actions: Array) -> Moved:
         """Make a step in each environment whose episode is not over. Raises ContractBroken, see `begin`."""
@@ -620,16 +646,12 @@ class GymEnvs:
         infos: list[Mapping[str, Any]] = [{}] * self.n
         running = np.flatnonzero(self._running).tolist()
         for number in running:
-            action = self.to_env(actions[number])
+            env, action = self.envs[number], self.to_env(actions[number])
             observation, reward[number], terminated[number], truncated[number], infos[number] = stepped(
-                foreign(self.envs[number].step, action)
+                foreign(env.step, action)
             )
-            self._observe(number, observation, infos[number], ended=bool(terminated[number] or truncated[number]))
-        ended = terminated | truncated
-        self._running &= ~ended
-        mask = None if self._masks is None else self._masks.copy()
-        result = Result("", reward, terminated, truncated, self._rows.copy(), infos, mask)
-        return Moved((result,), len(running), np.flatnonzero(ended).tolist())
+            self._see(number, observation, infos[number], env, ended=bool(terminated[number] or truncated[number]))
+        return self._moved(reward, (terminated, truncated), infos, len(running))
 
     def render(self, environment: int) -> tuple[Any, float]:
         """Return what an environment renders now, and its frames per second."""
@@ -662,12 +684,3 @@ class GymEnvs:
     def close(self) -> None:
         """Close the environments, if they are not shared."""
         self._resources.close()
-
-    def _observe(self, number: int, observation: Any, info: Mapping[str, Any], *, ended: bool = False) -> None:
-        found = self._observations.inputs(observation)
-        for name, value in found.items():
-            self._inputs[name][number] = value
-        self._rows[number] = self._observations.packed(found)
-        if self._masks is not None:
-            env, spec = self.envs[number], self._spec
-            self._masks[number] = foreign(action_mask, env, info, spec.size, spec.counts, ended=ended)

@@ -17,10 +17,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from jurybox.training.environments import making
-from jurybox.training.environments.adapter import Moved, Result, Waiting
-from jurybox.training.environments.gymnasium_env import Actions, Observations, foreign, own_defaults
+from jurybox.training.environments.adapter import Moved, Waiting
+from jurybox.training.environments.gymnasium_env import OneAgentEnvs, foreign, own_defaults
 from jurybox.training.environments.making import NOWHERE, EnvironmentPlace, EnvironmentUnusable
-from jurybox.training.spaces import MASK, ContractBroken, action_mask, begun, flag, number, short
+from jurybox.training.spaces import ContractBroken, begun, flag, number, short
 
 Array = npt.NDArray[Any]
 
@@ -73,7 +73,7 @@ def _mode(name: str, env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
         ) from error
 
 
-class VectorEnvs:
+class VectorEnvs(OneAgentEnvs):
     """The first environments of a vector environment, as an `Adapter` with one agent.
 
     Args:
@@ -86,7 +86,6 @@ class VectorEnvs:
         EnvironmentUnusable: it cannot be made, or has unsupported spaces.
     """
 
-    agents = ("",)
     bound = "let the factory bound them, by a wrapper"
 
     def __init__(
@@ -99,24 +98,16 @@ class VectorEnvs:
         masked: bool = False,
         places: Sequence[EnvironmentPlace] = (NOWHERE,),
     ) -> None:
-        self.n, self.name = n, env
+        self.name = env
         self.env = make_vector(env, env_args, n, places[0])
         self._mode = _mode(env, self.env)
         self.leaves_out = self._mode is AutoresetMode.NEXT_STEP  # some environments, in some steps
         try:
-            self._observations = Observations(self.env.single_observation_space)
-            actions = Actions(self.env.single_action_space)
+            does = self.env.single_action_space
+            super().__init__(n, self.env.single_observation_space, does, clips=clips, masked=masked)
         except EnvironmentUnusable:
             self.env.close()
             raise
-        self._to_env, self._spec = actions.clipped if clips else actions.chosen, actions.spec
-        seen = self._observations.seen
-        self._rows = np.zeros((n, seen.size), seen.dtype)
-        self._inputs = {leaf.name: np.zeros((n, *leaf.shape), leaf.dtype) for leaf in seen.inputs}
-        self._masks = np.zeros((n, actions.spec.size), np.bool_) if masked else None
-        if self._masks is not None:
-            self._inputs[MASK] = self._masks
-        self._running = np.zeros(n, np.bool_)
         self._seeds: dict[int, int] = {}  # of episodes that begin, by environment
         self._ended = np.zeros(self.env.num_envs, np.bool_)  # in the last step
         self._newest: tuple[Any, Mapping[str, Any]] = (None, {})  # what the last step or reset returned
@@ -142,7 +133,7 @@ class VectorEnvs:
                     "autoreset_mode DISABLED, and a reset that heeds options['reset_mask']"
                 )
             self._goes_on(environment)
-        return Waiting("", self._inputs, self._rows.copy())
+        return super().waiting()
 
     def step(self, actions: Array) -> Moved:
         """Make a step in all environments. Raises ContractBroken, see `begin`."""
@@ -176,10 +167,7 @@ class VectorEnvs:
                 now, said, infos[place] = self._final(said)
             self._see(place, now, said, ended=bool(over[place]))
         self._newest = observation, info
-        self._running &= ~over
-        mask = None if self._masks is None else self._masks.copy()
-        result = Result("", reward, terminated, truncated, self._rows.copy(), infos, mask, acted=acts)
-        return Moved((result,), int(acts.sum()), np.flatnonzero(over).tolist())
+        return self._moved(reward, (terminated, truncated), infos, int(acts.sum()), acts)
 
     def close(self) -> None:
         """Close the environments."""
@@ -187,7 +175,7 @@ class VectorEnvs:
 
     def _chosen(self, actions: Array) -> Any:
         """Return the actions of all environments; those beyond the first n do what the first does."""
-        each = [self._to_env(action) for action in actions]
+        each = [self.to_env(action) for action in actions]
         return _side_by_side(self.env, [*each, *[each[0]] * (self.env.num_envs - self.n)])
 
     def _reset(self, seeds: Mapping[int, int], *, rests: bool = False) -> None:
@@ -221,14 +209,6 @@ class VectorEnvs:
             )
         info = said.get("final_info", {})
         return said["final_obs"], info, info
-
-    def _see(self, place: int, observation: Any, info: Mapping[str, Any], *, ended: bool = False) -> None:
-        found = self._observations.inputs(observation)
-        for name, value in found.items():
-            self._inputs[name][place] = value
-        self._rows[place] = self._observations.packed(found)
-        if self._masks is not None:
-            self._masks[place] = action_mask(None, info, self._spec.size, self._spec.counts, ended=ended)
 
     def _column(self, value: Any, what: str) -> Array:
         found = np.asarray(value)
