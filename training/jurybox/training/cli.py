@@ -45,59 +45,55 @@ def _group() -> None:
 
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the report, logs and checkpoints.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of every random number generator.")]
-# The flags of every training's command in addition to those of its settings; the names are parameters of
-# `trainings.command.train`.
-_COMMON: dict[str, tuple[Any, Any, typer.models.OptionInfo]] = {
-    "out": (Path | None, None, typer.Option("--out", metavar="DIR", help="Output folder; NAME-out by default.")),
-    "config": (
+
+
+def _of_every_training(
+    *,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Output folder; NAME-out by default.")
+    ] = None,
+    config: Annotated[
         Path | None,
-        None,
         typer.Option("--config", metavar="FILE", help="TOML file with settings.", exists=True, dir_okay=False),
-    ),
-    "changes": (
+    ] = None,
+    changes: Annotated[
         list[str] | None,
-        None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set one setting, VALUE as TOML or text; repeatable."),
-    ),
-    "seeds": (
+    ] = None,
+    seeds: Annotated[
         str | None,
-        None,
         typer.Option(
             "--seeds", metavar="0,1,2", help="Run once per seed, in DIR/seed-N; DIR/report.html compares them."
         ),
-    ),
-    "vary": (
+    ] = None,
+    vary: Annotated[
         list[str] | None,
-        None,
         typer.Option(
             "--vary", metavar="NAME=[A,B]", help="Run once per value of a setting, with each seed; repeatable."
         ),
-    ),
-    "at_once": (
-        int,
-        1,
-        typer.Option("--at-once", metavar="N", min=1, help="Runs of --seeds and --vary that go side by side."),
-    ),
-    "serial": (bool, False, typer.Option("--serial", help="Run the same algorithm in one process.")),
-    "resume": (bool, False, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")),
-    "launcher": (
-        str,
-        "local",
-        typer.Option("--launcher", help="Where processes run: local, or ray (needs the extra)."),
-    ),
-    "ray_address": (
+    ] = None,
+    at_once: Annotated[
+        int, typer.Option("--at-once", metavar="N", min=1, help="Runs of --seeds and --vary that go side by side.")
+    ] = 1,
+    serial: Annotated[bool, typer.Option("--serial", help="Run the same algorithm in one process.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="Where processes run: local, or ray (needs the extra).")
+    ] = "local",
+    ray_address: Annotated[
         str | None,
-        None,
         typer.Option("--ray-address", help="Ray cluster, host:port or auto; without it Ray starts here."),
-    ),
-    "debug_state": (
-        bool,
-        False,
-        typer.Option("--debug-state", help="Print the shared state of the run in DIR, and exit."),
-    ),
-    "mlflow": (bool, False, typer.Option("--mlflow", help="Also log to MLflow.")),
-    "wandb": (bool, False, typer.Option("--wandb", help="Also log to Weights & Biases.")),
-}
+    ] = None,
+    debug_state: Annotated[
+        bool, typer.Option("--debug-state", help="Print the shared state of the run in DIR, and exit.")
+    ] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="Also log to MLflow.")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Also log to Weights & Biases.")] = False,
+) -> None:
+    """The flags of every training's command beside those of its settings: parameters of `trainings.command.train`."""
+
+
+_COMMON = inspect.signature(_of_every_training, eval_str=True).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +314,8 @@ def command_of(name: str, command: Command) -> TrainCommand:
             **{**common, "changes": common["changes"] or [], "vary": common["vary"] or []},
         )
 
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
-        for name, (kind, default, option) in _COMMON.items()
-    ]
     run.__doc__ = command.help
-    made: Any = _command_with(parameters, run, name, cls=TrainCommand)
+    made: Any = _command_with(list(_COMMON.values()), run, name, cls=TrainCommand)
     made.of, made.callback = command, run  # not typer's, which knows the common options alone
     return made  # type: ignore[no-any-return]
 
