@@ -143,7 +143,7 @@ def straightening_of(tilted: Sequence[Straightened]) -> Straightening | None:
     )
 
 
-def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any], resamples: int = 10_000) -> Interval:
+def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any]) -> Interval:
     """Return Pearson's correlation over all pictures, and its bootstrap interval over labelled groups of pairs.
 
     Args:
@@ -164,9 +164,8 @@ def _follows(pairs: npt.NDArray[np.float64], labels: Sequence[Any], resamples: i
         found: npt.NDArray[np.float64] = np.divide(both, spread, out=np.zeros_like(both), where=spread > 1e-9)
         return found
 
-    chosen = np.random.default_rng(0).integers(len(names), size=(resamples, len(names)))
-    low, high = np.quantile(correlation(groups[chosen].sum(1)), (0.025, 0.975))
-    return Interval(float(correlation(groups.sum(0)[None])[0]), float(low), float(high))
+    chosen = np.random.default_rng(0).integers(len(names), size=(10_000, len(names)))
+    return Interval.of(correlation(groups.sum(0)[None])[0], correlation(groups[chosen].sum(1)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ stratified bootstrap, which draws the runs of each task anew from those of that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ def interquartile_mean(scores: Scores, *, confidence: float = 0.95, resamples: i
     tasks = _checked(scores)
     random = np.random.default_rng(seed)
     drawn = [task[random.integers(len(task), size=(resamples, len(task)))] for task in tasks]
-    return _interval(_middle_mean, np.concatenate(tasks), np.concatenate(drawn, axis=1), confidence)
+    return Interval.of(_middle_mean(np.concatenate(tasks)), _middle_mean(np.concatenate(drawn, axis=1)), confidence)
 
 
 def improvement(
@@ -65,7 +66,7 @@ def improvement(
         counts = [random.multinomial(len(each), np.full(len(each), 1 / len(each)), resamples) for each in (one, two)]
         drawn += np.einsum("ri,ij,rj->r", counts[0], better, counts[1]) / better.size
         whole += float(better.mean())
-    return _interval(lambda values: values / len(ours), np.array(whole), drawn, confidence)
+    return Interval.of(whole / len(ours), drawn / len(ours), confidence)
 
 
 def _checked(scores: Scores) -> list[Values]:
@@ -75,14 +76,7 @@ def _checked(scores: Scores) -> list[Values]:
     return tasks
 
 
-def _interval(of: Callable[[Values], Values], whole: Values, drawn: Values, confidence: float) -> Interval:
-    beyond = (1 - confidence) / 2
-    low, high = np.quantile(of(drawn), (beyond, 1 - beyond))
-    return Interval(float(of(whole)), float(low), float(high))
-
-
-def _middle_mean(values: Values) -> Values:
+def _middle_mean(values: Values) -> Any:
     """The mean of the last axis without the lowest and the highest quarter."""
     cut = values.shape[-1] // 4
-    middle: Values = np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)
-    return middle
+    return np.sort(values, axis=-1)[..., cut : values.shape[-1] - cut].mean(axis=-1)

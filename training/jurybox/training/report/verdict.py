@@ -16,11 +16,18 @@ ENOUGH_GROUPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and its bootstrap confidence interval."""
+    """A mean, or another estimate, and its bootstrap confidence interval."""
 
     mean: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, estimate: float, drawn: Values, confidence: float = 0.95) -> Interval:
+        """An estimate with the percentile interval of its resamples (n,)."""
+        beyond = (1 - confidence) / 2
+        low, high = np.quantile(drawn, (beyond, 1 - beyond))
+        return cls(float(estimate), float(low), float(high))
 
     def as_dict(self) -> dict[str, float]:
         return {"mean": self.mean, "low": self.low, "high": self.high}
@@ -91,34 +98,17 @@ def interval(
     if len(labels) != len(array):
         raise ValueError(f"expected one group for each of {len(array)} values, got {len(labels)}")
     samples = [array[[other == label for other in labels]] for label in dict.fromkeys(labels)]
+    rng = np.random.default_rng(seed)
     if len(samples) >= ENOUGH_GROUPS:
         sums, counts = (np.array([reduce(sample) for sample in samples]) for reduce in (np.sum, len))
-        chosen = np.random.default_rng(seed).integers(len(samples), size=(resamples, len(samples)))
+        chosen = rng.integers(len(samples), size=(resamples, len(samples)))
         means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-        beyond = (1 - confidence) / 2
-        low, high = np.quantile(means, (beyond, 1 - beyond))
-        return Interval(float(array.mean()), float(low), float(high))
-    if len(samples) == len(array):  # resampling a single value would not change it, and so claim an exact mean
-        samples = [array]
-    drawn = [sample for sample in samples if len(sample) > 1]
-    alone = sum(float(sample[0]) for sample in samples if len(sample) == 1)
-
-    def mean(*parts: Values, axis: int = -1) -> Values:
-        total: Values = np.sum([part.sum(axis=axis) for part in parts], axis=0) + alone
-        return total / len(array)
-
-    from scipy.stats import bootstrap  # takes a second or more to import, which a training's start should not
-
-    low, high = bootstrap(
-        drawn,
-        mean,
-        n_resamples=resamples,
-        confidence_level=confidence,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Interval(float(array.mean()), float(low), float(high))
+    else:
+        if len(samples) == len(array):  # resampling a single value would not change it, and so claim an exact mean
+            samples = [array]
+        drawn = [sample[rng.integers(len(sample), size=(resamples, len(sample)))] for sample in samples]
+        means = np.sum([sample.sum(axis=1) for sample in drawn], axis=0) / len(array)
+    return Interval.of(array.mean(), means, confidence)
 
 
 def compare(
