@@ -41,7 +41,7 @@ def report(
     """
     actor = None if outcome.end is End.SIGNAL else learned(folder)
     sections: list[Section | None] = [
-        Section("How it ended", [_headline(outcome), *_standings(settings, outcome)]),
+        Section("How it ended", [page.ended(outcome, "games"), *_standings(settings, outcome)]),
         *_games(settings, rows),
         page.return_curve(rows, "Return", "env steps", "return while exploring, 100 games"),
     ]
@@ -108,13 +108,6 @@ def win_matrix(
     ]
     games.close()
     return list(actors), [*actors, *BOTS], rows
-
-
-def _headline(outcome: Outcome) -> str:
-    return (
-        f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} games, {outcome.env_steps:,} env steps and "
-        f"{outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
-    )
 
 
 def _standings(settings: HockeyTraining, outcome: Outcome) -> list[Part]:

@@ -173,13 +173,29 @@ def _template() -> Template:
     return environment.get_template("page.html")
 
 
+def over_steps(
+    rows: Sequence[Mapping[str, float]], column: str, label: str, up: str, title: str, across: str = "env steps"
+) -> list[charts.Chart]:
+    """Plot a column of metrics.csv over env steps; empty if fewer than two rows have it."""
+    found = [row for row in rows if column in row]
+    if len(found) < 2:
+        return []
+    line = charts.stretches(label, [row["env_steps"] for row in found], [row[column] for row in found])
+    return [charts.curves([line], title, across, up)]
+
+
 def return_curve(rows: Sequence[Mapping[str, float]], heading: str, across: str, up: str) -> Section | None:
     """Plot the mean return over env steps; return None if fewer than two rows have it."""
-    found = [row for row in rows if "return_mean" in row]
-    if len(found) < 2:
-        return None
-    line = charts.stretches("return", [row["env_steps"] for row in found], [row["return_mean"] for row in found])
-    return Section(heading, [charts.curves([line], f"mean return over {across}", across, up)])
+    drawn = over_steps(rows, "return_mean", "return", up, f"mean return over {across}", across)
+    return Section(heading, drawn) if drawn else None
+
+
+def ended(outcome: Outcome, episodes: str = "episodes") -> str:
+    """Return a sentence about the end of a run and what it made; `episodes` is the training's name for them."""
+    return (
+        f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} {episodes}, {outcome.env_steps:,} env "
+        f"steps and {outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
+    )
 
 
 def worked_when(timeline: Path) -> Section:

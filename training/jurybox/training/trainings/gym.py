@@ -609,13 +609,10 @@ def report(
 ) -> str:
     """Return the report as one HTML document."""
     from jurybox.training.checkpoints import Checkpoints
-    from jurybox.training.report import charts, page
-    from jurybox.training.report.page import Section
+    from jurybox.training.report import page
+    from jurybox.training.report.page import Section, over_steps
 
-    sentences = [
-        f"{outcome.text[0].upper()}{outcome.text[1:]}: {outcome.episodes:,} episodes, {outcome.env_steps:,} env steps "
-        f"and {outcome.learner_steps:,} learner steps in {outcome.seconds:.0f} s."
-    ]
+    sentences = [page.ended(outcome)]
     best = Checkpoints(folder / "checkpoints").best()
     if best is not None:
         sentences.append(
@@ -623,16 +620,7 @@ def report(
             f"{best['numbers']['return']:.2f} over {settings.evaluation_episodes} episodes without exploration. "
             "checkpoints/best holds its weights."
         )
-    sections: list[Section | None] = [Section("How it ended", sentences)]
-    points = [row for row in rows if "eval_return" in row]
-    if len(points) > 1:
-        line = charts.stretches("return", [row["env_steps"] for row in points], [row["eval_return"] for row in points])
-        drawn = charts.curves([line], "mean return of evaluations over env steps", "env steps", "return")
-        sections.append(Section("Evaluations", [drawn], f"{settings.evaluation_episodes} episodes each."))
-    sections.append(page.return_curve(rows, "While learning", "env steps", "return, last 100 episodes"))
-    sections.append(_audits(settings, rows))
-    if not outcome.serial:
-        sections.append(page.worked_when(folder / "timeline.json"))
+    evaluations = over_steps(rows, "eval_return", "return", "return", "mean return of evaluations over env steps")
     facts = {
         "Environment": settings.env,
         "Algorithm": settings.algorithm,
@@ -640,23 +628,25 @@ def report(
         "Seed": settings.seed,
     }
     used = {name: value for name, value in settings.as_dict().items() if name not in settings.unused()}
-    sections.append(page.the_run(facts, used, command, outcome, packages=("torch", "numpy", "gymnasium")))
+    sections = [
+        Section("How it ended", sentences),
+        Section("Evaluations", evaluations, f"{settings.evaluation_episodes} episodes each.") if evaluations else None,
+        page.return_curve(rows, "While learning", "env steps", "return, last 100 episodes"),
+        _audits(settings, rows),
+        None if outcome.serial else page.worked_when(folder / "timeline.json"),
+        page.the_run(facts, used, command, outcome, packages=("torch", "numpy", "gymnasium")),
+    ]
     return page.render("Jurybox gym report", f"Jurybox: {settings.algorithm} in {settings.env}", sections)
 
 
 def _audits(settings: GymTraining, rows: Sequence[Mapping[str, float]]) -> Section | None:
     """Return the charts of audited numbers, which are never rewarded, over the training."""
-    from jurybox.training.report import charts, page
+    from jurybox.training.report.page import Section, over_steps
 
-    drawn = []
-    for name in settings.audit:
-        points = [row for row in rows if f"audit_{name}" in row]
-        if len(points) > 1:
-            steps = [row["env_steps"] for row in points]
-            line = charts.stretches(name, steps, [row[f"audit_{name}"] for row in points])
-            drawn.append(charts.curves([line], f"{name} over env steps", "env steps", name))
+    named = ((name, f"audit_{name}", f"{name} over env steps") for name in settings.audit)
+    drawn = [chart for name, column, title in named for chart in over_steps(rows, column, name, name, title)]
     caption = "Told at the end of episodes and never rewarded: a return that rises while these fall is overoptimised."
-    return page.Section("The audit", drawn, caption) if drawn else None
+    return Section("The audit", drawn, caption) if drawn else None
 
 
 _NO_ENVIRONMENT = """\
