@@ -22,7 +22,7 @@ from jurybox.training.environments.making import EnvironmentPlace
 from jurybox.training.policies import Acts, Description
 from jurybox.training.replay import Episodes
 from jurybox.training.roles.curriculum import columns as result_columns
-from jurybox.training.roles.hosted import Builders, builders
+from jurybox.training.roles.hosted import Builders, actors, builders, evaluator
 from jurybox.training.runtime.launching import Local
 from jurybox.training.runtime.plan import (
     Budget,
@@ -45,7 +45,6 @@ _STUDY, _ROLES = "jurybox.studies.hockey", "jurybox.training.roles"
 _SPLITS = 2  # one half of an actor's games steps while actions for the other are computed
 _AT_ONCE = 8  # games of the evaluator
 _RESULTS_KEPT = 8192
-_EVALUATOR_NICE = 10  # low priority: evaluations may take longer, but collectors and learner have to keep their pace
 
 
 def look(place: EnvironmentPlace, env: str | None, mode: int, *, shared: bool) -> tuple[int, int]:
@@ -148,17 +147,7 @@ def plan(
         evaluates |= {"worker": 1, "side_by_side": min(_AT_ONCE, settings.envs_per_worker)}
     return Plan(
         roles=(
-            *(
-                RoleSpec(
-                    f"actor-{number}",
-                    Kind.ACTOR,
-                    f"{_ROLES}.env_actor:EnvActor",
-                    acts,
-                    writes=(ROWS, RESULTS),
-                    reads=(CHANNEL,),
-                )
-                for number in range(settings.workers)
-            ),
+            *actors(settings.workers, acts, [ROWS, RESULTS], [CHANNEL]),
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
@@ -181,15 +170,7 @@ def plan(
                 publish_every=settings.publish_interval,
                 gpus=settings.learner_gpus,
             ),
-            RoleSpec(
-                "evaluator",
-                Kind.EVALUATOR,
-                f"{_ROLES}.evaluation:EnvEvaluator",
-                evaluates,
-                reads=(CHANNEL,),
-                evaluate_every=settings.evaluate_every,
-                nice=_EVALUATOR_NICE,
-            ),
+            evaluator(evaluates, [CHANNEL], settings.evaluate_every),
         ),
         replays=(
             ReplaySpec(

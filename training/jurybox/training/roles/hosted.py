@@ -21,7 +21,7 @@ from jurybox.training.environments.making import EnvironmentPlace, EnvironmentUn
 from jurybox.training.environments.stock import Stock, stocked
 from jurybox.training.roles.checking import play_at_random
 from jurybox.training.runtime.launching import Launcher, Local, status_of
-from jurybox.training.runtime.plan import ConfigError, Kind, Plan, RunError, load
+from jurybox.training.runtime.plan import ConfigError, Kind, Plan, RoleSpec, RunError, load
 from jurybox.training.spaces import AgentSpec
 
 HOST = "jurybox.training.roles.environment_host"
@@ -138,6 +138,24 @@ class Hosted:
     def close(self) -> None:
         """Leave the environments to the others."""
         self._asked.close()
+
+
+def actors(count: int, settings: Mapping[str, Any], writes: Sequence[str], reads: Sequence[str]) -> list[RoleSpec]:
+    """Return the actors of a plan, `count` of them, with these settings of `EnvActor`, replays and channels."""
+    make = "jurybox.training.roles.env_actor:EnvActor"
+    return [
+        RoleSpec(f"actor-{number}", Kind.ACTOR, make, settings, writes=tuple(writes), reads=tuple(reads))
+        for number in range(count)
+    ]
+
+
+def evaluator(settings: Mapping[str, Any], reads: Sequence[str], every: int, nice: int = 10) -> RoleSpec:
+    """Return the evaluator of a plan, with these settings of `EnvEvaluator`.
+
+    Its priority is low: evaluations may take longer, but actors and learners have to keep their pace.
+    """
+    make = "jurybox.training.roles.evaluation:EnvEvaluator"
+    return RoleSpec("evaluator", Kind.EVALUATOR, make, settings, reads=tuple(reads), evaluate_every=every, nice=nice)
 
 
 class Builders:

@@ -36,7 +36,7 @@ from jurybox.training.environments.making import EnvironmentPlace
 from jurybox.training.environments.vector_env import make_vector
 from jurybox.training.replay import Episodes
 from jurybox.training.replay import Field as Column
-from jurybox.training.roles.hosted import Builders, builders
+from jurybox.training.roles.hosted import Builders, actors, builders, evaluator
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -71,7 +71,6 @@ _PLAYED_VECTOR = "jurybox.training.environments.vector_env:OneOfVector"
 _ROLES = "jurybox.training.roles"
 _FACTORY = "jurybox.training.algorithms.served_networks:gym_policy"  # of built-in algorithms; servers allow it
 _OWN_FACTORY = "jurybox.training.algorithms.served:policy"
-_EVALUATOR_NICE = 10
 # Seconds without a heartbeat: a step of any environment is shorter.
 _ACTOR_TIMEOUT, _EVALUATOR_TIMEOUT = 300.0, 600.0
 _ROWS, _MOST_BYTES = 1_000_000, 2**31  # a replay if `buffer_size` is not set: rows, and its maximum size
@@ -418,11 +417,12 @@ def plan(
         arguments |= {"max_episode_steps": values["max_episode_steps"], **settings.preprocessing}
     arguments |= {"clips": algorithm.chooses[1] == "clip", "masked": spec.masked}
     adapter, arguments = builders.adapter(_VECTOR if settings.vector else _ADAPTER, arguments)
-    played = {
+    policies, algorithms = {"": NAME}, {NAME: made_of}
+    played: dict[str, Any] = {
         "adapter": adapter,
         "arguments": arguments,
-        "policies": {"": NAME},
-        "algorithms": {NAME: made_of},
+        "policies": policies,
+        "algorithms": algorithms,
     }
     acts = {**played, "n": settings.envs_per_worker, "max_lag": 0 if on_policy else settings.max_lag}
     acts["discounts"] = {NAME: settings.own.gamma} if settings.normalize_rewards else {}
@@ -443,10 +443,13 @@ def plan(
         row = sum(each.stored_bytes for each in columns.values())
         # A million rows with pictures would need more memory than most machines have. A size that is set is not capped.
         capacity = settings.replayed.buffer_size or min(_ROWS, _MOST_BYTES // row)
-    # One that plays in the first worker's environments has no more than that.
-    evaluates: dict[str, Any] = (
-        {"worker": 1, "side_by_side": min(10, settings.envs_per_worker)} if builders.shared else {}
-    )
+    evaluates: dict[str, Any] = {
+        **played,
+        "episodes": settings.evaluation_episodes,
+        "bound": settings.max_episode_steps,
+    }
+    if builders.shared:  # the evaluator plays in the first worker's environments and has no more than those
+        evaluates |= {"worker": 1, "side_by_side": min(10, settings.envs_per_worker)}
     films = None if folder is None or not settings.film else str(folder.absolute() / FILMS)
     if films is not None:
         evaluates["film"] = FILMS
@@ -456,12 +459,7 @@ def plan(
     every = max(1000, settings.steps // 20) if settings.evaluate_every is None else settings.evaluate_every
     return Plan(
         roles=(
-            *(
-                RoleSpec(
-                    f"actor-{number}", Kind.ACTOR, f"{_ROLES}.env_actor:EnvActor", acts, writes=(NAME,), reads=(NAME,)
-                )
-                for number in range(settings.workers)
-            ),
+            *actors(settings.workers, acts, [NAME], [NAME]),
             RoleSpec(
                 "learner",
                 Kind.LEARNER,
@@ -471,15 +469,7 @@ def plan(
                 publishes=NAME,
                 publish_every=1 if on_policy else settings.replayed.publish_interval,
             ),
-            RoleSpec(
-                "evaluator",
-                Kind.EVALUATOR,
-                f"{_ROLES}.evaluation:EnvEvaluator",
-                {**played, "episodes": settings.evaluation_episodes, "bound": settings.max_episode_steps, **evaluates},
-                reads=(NAME,),
-                evaluate_every=every,
-                nice=_EVALUATOR_NICE,
-            ),
+            evaluator(evaluates, [NAME], every),
         ),
         replays=(ReplaySpec(NAME, capacity, columns, episodes=None if on_policy else Episodes()),),
         channels=(ChannelSpec(NAME, WeightsLayout.of(acting.state_dict())),),

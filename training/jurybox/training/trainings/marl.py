@@ -17,7 +17,7 @@ from jurybox.training.algorithms.served import raw_network
 from jurybox.training.environments.making import EnvironmentPlace, EnvironmentUnusable
 from jurybox.training.environments.pettingzoo_env import AgentView, check_names, kept_world, views_of
 from jurybox.training.replay import Episodes
-from jurybox.training.roles.hosted import Builders
+from jurybox.training.roles.hosted import Builders, actors, evaluator
 from jurybox.training.runtime.plan import (
     Budget,
     ChannelSpec,
@@ -315,40 +315,17 @@ def plan(
     adapter, arguments = builders.adapter(
         _ADAPTER, {"env": settings.env, "env_args": settings.world_settings, "stacks": stacks}
     )
-    played = {"adapter": adapter, "arguments": arguments, "policies": groups, "algorithms": algorithms}
+    played: dict[str, Any] = {"adapter": adapter, "arguments": arguments, "policies": groups, "algorithms": algorithms}
+    how = {"episodes": settings.evaluation_episodes, "side_by_side": 1, "explore": True, "against_random": True}
+    evaluates = {**played, **how, **({"worker": 1} if builders.shared else {})}
     return Plan(
         roles=(
-            *(
-                RoleSpec(
-                    f"actor-{number}",
-                    Kind.ACTOR,
-                    f"{_ROLES}.env_actor:EnvActor",
-                    {**played, "n": 1, "max_lag": settings.max_lag},
-                    writes=names,
-                    reads=names,
-                )
-                for number in range(settings.n_envs)
-            ),
+            *actors(settings.n_envs, {**played, "n": 1, "max_lag": settings.max_lag}, names, names),
             *(
                 _learner(own, number, name, algorithms[name]["spec"])
                 for number, (name, own) in enumerate(of_group.items())
             ),
-            RoleSpec(
-                "evaluator",
-                Kind.EVALUATOR,
-                f"{_ROLES}.evaluation:EnvEvaluator",
-                {
-                    **played,
-                    "episodes": settings.evaluation_episodes,
-                    "side_by_side": 1,
-                    "explore": True,
-                    "against_random": True,
-                    **({"worker": 1} if builders.shared else {}),
-                },
-                reads=names,
-                evaluate_every=settings.evaluates_every,
-                nice=settings.learner_nice,
-            ),
+            evaluator(evaluates, names, settings.evaluates_every, settings.learner_nice),
         ),
         replays=tuple(
             ReplaySpec(
