@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jurybox.studies.hockey.league import League, LeagueSettings
+from jurybox.studies.hockey.league import League, LeagueSettings, draw
 
 
 def league(**options) -> League:
@@ -20,7 +20,7 @@ def play(of: League, opponent: str, wins: int, losses: int) -> None:
 
 def drawn(of: League, n: int = 4000) -> Counter:
     rng = np.random.default_rng(0)
-    return Counter(of.choose(rng) for _ in range(n))
+    return Counter(draw(of.odds(), rng) for _ in range(n))
 
 
 def test_without_a_pool_anchors_are_drawn_alike() -> None:

@@ -92,10 +92,6 @@ class League:
         self.pool.append(name)
         return name, left
 
-    def choose(self, rng: np.random.Generator) -> str:
-        """Choose the next opponent; returns its name."""
-        return draw(self.odds(), rng)
-
     def chances(self) -> npt.NDArray[np.float64]:
         """(len(pool),) probabilities of the members, given that one of the pool is chosen."""
         weights = np.array([self._weight(name) for name in self.pool])
