@@ -21,7 +21,7 @@ from jurybox.training.spaces import CLIP, Leaf, places
 
 __all__ = [
     "ActorCritic", "DeterministicActor", "Features", "GaussianActorCritic", "Given", "MixedActorCritic", "QValues",
-    "QuantileValues", "SeeingCritic", "SquashedGaussianActor", "TwinCritic", "chosen_log_prob", "masked",
+    "QuantileValues", "SeeingCritic", "SquashedGaussianActor", "TwinCritic", "chosen_log_prob",
     "normal_log_prob", "side_by_side", "tanh_correction",
 ]  # fmt: skip
 
@@ -446,13 +446,6 @@ class MixedActorCritic(ActorCritic):
 # ---- distributions of actions
 
 
-def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Log-probabilities of logits; masked actions get the lowest."""
-    if mask is not None:
-        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    return torch.log_softmax(logits, dim=-1)
-
-
 def side_by_side(logits: Tensor, counts: tuple[int, ...]) -> Tensor:
     """Logits (n, sum of counts) as (n, choices, most), the lowest number where a choice has fewer actions."""
     none = logits.new_full((logits.shape[0], 1), torch.finfo(logits.dtype).min)
@@ -471,12 +464,11 @@ def chosen_log_prob(
         counts: actions of each of several choices; empty: there is one.
         mask: bool (n, actions), of the actions that may be chosen.
     """
+    logits = allowed(logits, mask)
     if not counts:
-        log_probs = masked(logits, mask)
+        log_probs = torch.log_softmax(logits, dim=-1)
         entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1)
         return log_probs.gather(1, action[:, None]).squeeze(1), entropy
-    if mask is not None:
-        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     log_probs = torch.log_softmax(side_by_side(logits, counts), dim=-1)
     entropy = -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum((-2, -1))
     return log_probs.gather(2, action[..., None]).squeeze(2).sum(-1), entropy
