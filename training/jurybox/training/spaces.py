@@ -476,10 +476,7 @@ def check_finite(values: npt.ArrayLike, what: str) -> None:
     found = np.asarray(values)
     fine = (found >= -_MOST) & (found <= _MOST)
     if not fine.all():
-        raise ContractBroken(
-            f"{what} is {np.ravel(found)[~np.ravel(fine)][0]}, which is not finite as float32: nothing can be learned "
-            "from it"
-        )
+        number(found[~fine].flat[0], what)
 
 
 def audits(info: Mapping[str, Any]) -> dict[str, float]:
