@@ -39,28 +39,18 @@ def examine(plan: Plan, scoreboard: RunScoreboard, now: int, since: int = 0) -> 
     for number, role in enumerate(plan.roles):
         words = scoreboard.words[number]
         state = State(words[Word.STATE])
+        most, what, setting = timeouts.of(role.kind), "has given no sign of life", ""
         if state is State.STARTING:
-            took = (now - max(scoreboard.orders[number][ControlWord.STARTED_AT], since)) / 1e9
-            if took > timeouts.start:
-                return Alarm(
-                    number, f"{role.name} has been starting for {took:.0f} s; at most {timeouts.start:g} s are given"
-                )
-        elif state is State.RUNNING and words[Word.RESETS_SINCE]:
-            took = (now - max(words[Word.RESETS_SINCE], since)) / 1e9
-            if took > timeouts.reset:
-                return Alarm(
-                    number,
-                    f"{role.name} has been resetting an environment for {took:.0f} s; at most {timeouts.reset:g} s are "
-                    "given (reset_timeout)",
-                )
-        elif state is State.RUNNING:
-            silent = (now - max(words[Word.HEARTBEAT], since)) / 1e9
-            if silent > timeouts.of(role.kind):
-                return Alarm(
-                    number,
-                    f"{role.name} has given no sign of life for {silent:.0f} s; at most {timeouts.of(role.kind):g} s "
-                    "are given",
-                )
+            began = scoreboard.orders[number][ControlWord.STARTED_AT]
+            most, what = timeouts.start, "has been starting"
+        elif state is not State.RUNNING:
+            continue
+        elif began := words[Word.RESETS_SINCE]:
+            most, what, setting = timeouts.reset, "has been resetting an environment", " (reset_timeout)"
+        else:
+            began = words[Word.HEARTBEAT]
+        if (took := (now - max(began, since)) / 1e9) > most:
+            return Alarm(number, f"{role.name} {what} for {took:.0f} s; at most {most:g} s are given{setting}")
     stalled = [number for number in range(len(plan.roles)) if _stalls(plan, scoreboard, number, now, since)]
     if not stalled:
         return None
