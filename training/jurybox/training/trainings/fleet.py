@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from jurybox.processes import ControlPipe, spawn
 from jurybox.training import interrupts
 from jurybox.training.run_folder import is_begun
+from jurybox.training.runtime.launching import status_of
 from jurybox.training.runtime.settings import Settings, merged
 from jurybox.training.trainings import comparison
 from jurybox.training.trainings import training as single
@@ -171,11 +172,7 @@ def _stop(running: Mapping[FleetMember, tuple[subprocess.Popen[bytes], ControlPi
         process.send_signal(signal.SIGTERM)
     until = time.monotonic() + _STOP_SECONDS
     for process, pipe in running.values():
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        status_of(process, max(0.0, until - time.monotonic()))
         pipe.close()
 
 
