@@ -96,9 +96,8 @@ def checks(evaluation: PhotoEvaluation) -> list[Check]:
     photos are left alone.
     """
     found = []
-    for name, better in MEASURES.items():
-        change = interval(_change(evaluation, name), evaluation.photos)
-        sign = 1.0 if better else -1.0
+    for name in MEASURES:
+        change, sign = interval(_change(evaluation, name), evaluation.photos), _better(name)
         low, high = sorted((sign * change.low, sign * change.high))
         answer: Said = "yes" if low > 0 else "no" if high < 0 else "undecided"
         which = {"yes": "nearer to", "no": "further from", "undecided": "as far as before from"}[answer]
@@ -107,8 +106,7 @@ def checks(evaluation: PhotoEvaluation) -> list[Check]:
                 answer,
                 f"By {_NAMES[name]} the edited pictures are {which} the undamaged photos: {_signed(name, change.mean)}"
                 f"{_UNITS[name]} on average, 95 % interval {_signed(name, change.low)} to "
-                f"{_signed(name, change.high)}, better in "
-                f"{float((sign * _change(evaluation, name) > 0).mean()):.0%} of the cases.",
+                f"{_signed(name, change.high)}, better in {_share_better(evaluation, name):.0%} of the cases.",
                 f"pictures moved away from the undamaged photos by {_NAMES[name]}",
             )
         )
@@ -128,6 +126,14 @@ def checks(evaluation: PhotoEvaluation) -> list[Check]:
 
 def _change(evaluation: PhotoEvaluation, name: str) -> npt.NDArray[np.float64]:
     return evaluation.audited("learned", name) - evaluation.audited("no edits", name)
+
+
+def _share_better(evaluation: PhotoEvaluation, name: str) -> float:
+    return float((_better(name) * _change(evaluation, name) > 0).mean())
+
+
+def _gains(evaluation: PhotoEvaluation) -> npt.NDArray[np.float64]:
+    return evaluation.scores("learned") - evaluation.scores("no edits")
 
 
 def _signed(name: str, value: float) -> str:
@@ -173,11 +179,10 @@ def _answer(run: PhotoRun, verdict: Verdict) -> Conclusion:
 
 
 def _in_short(evaluation: PhotoEvaluation) -> str:
-    gain = evaluation.scores("learned") - evaluation.scores("no edits")
+    gain = _gains(evaluation)
     said = [f"Of {len(gain)} damaged pictures it raised the score in {(gain > 0).mean():.0%}"]
     if names := [name for name in MEASURES if name in evaluation.cases[0].audit.get("learned", {})]:
-        shares = (float((_better(name) * _change(evaluation, name) > 0).mean()) for name in names)
-        each = ", ".join(f"{_NAMES[name]} {share:.0%}" for name, share in zip(names, shares, strict=True))
+        each = ", ".join(f"{_NAMES[name]} {_share_better(evaluation, name):.0%}" for name in names)
         said.append(f"and came nearer to the undamaged photo ({each})")
     if evaluation.intact:
         moved = float(np.mean([intact.audit["ciede2000"] for intact in evaluation.intact]))
@@ -218,11 +223,12 @@ def _chosen(evaluation: PhotoEvaluation) -> list[Case]:
 
 def _pair(case: Case) -> Pair:
     before, after = (case.marks[kind]["score"] for kind in ("no edits", "learned"))
-    images = [
-        Picture.jpeg(case.pictures[kind], _SIDE, f"{case.photo}, {_COLUMNS[kind].lower()}")
-        for kind in ("no edits", "learned")
-    ]
-    return Pair(images[0], images[1], (f"before {before:.2f}", f"after {after:.2f}"), after - before)
+    captions = f"before {before:.2f}", f"after {after:.2f}"
+    return Pair(_picture(case, "no edits"), _picture(case, "learned"), captions, after - before)
+
+
+def _picture(case: Case, kind: str) -> Picture:
+    return Picture.jpeg(case.pictures[kind], _SIDE, f"{case.photo}, {_COLUMNS[kind].lower()}")
 
 
 def _pictures(evaluation: PhotoEvaluation) -> Section:
@@ -240,8 +246,7 @@ def _pictures(evaluation: PhotoEvaluation) -> Section:
 def _shot(case: Case, kind: str) -> Shot:
     score = case.marks[kind]["score"]
     change = score - case.marks["no edits"]["score"] if kind in ("learned", "random edits") else None
-    image = Picture.jpeg(case.pictures[kind], _SIDE, f"{case.photo}, {_COLUMNS[kind].lower()}")
-    return Shot(image, _STYLES[kind], f"{score:.2f}", change)
+    return Shot(_picture(case, kind), _STYLES[kind], f"{score:.2f}", change)
 
 
 def _audit(evaluation: PhotoEvaluation) -> Section | None:
@@ -259,10 +264,11 @@ def _audit(evaluation: PhotoEvaluation) -> Section | None:
             for kind in shown
         ]
         change = interval(_change(evaluation, name), evaluation.photos)
-        better = float((_better(name) * _change(evaluation, name) > 0).mean())
         label = _NAMES.get(name, name) if distance else f"audit juror {name}"
         signed = [_signed(name, value) for value in (change.mean, change.low, change.high)]
-        rows.append([label, *means, f"{signed[0]} ({signed[1]} to {signed[2]})", f"{better:.0%}"])
+        rows.append(
+            [label, *means, f"{signed[0]} ({signed[1]} to {signed[2]})", f"{_share_better(evaluation, name):.0%}"]
+        )
     header = ["", *(_COLUMNS[kind].lower() for kind in shown), "change (95 % interval)", "better"]
     parts: list[Part] = [Table(header, rows)]
     if evaluation.intact:
@@ -335,7 +341,7 @@ def _by_damage(evaluation: PhotoEvaluation) -> Section | None:
     for kind, chosen in chosen_by.items():
         if not chosen.any() or not any(found):
             continue
-        score = (evaluation.scores("learned") - evaluation.scores("no edits"))[chosen]
+        score = _gains(evaluation)[chosen]
         changes = [_change(evaluation, name)[chosen] for name in MEASURES]
         rows.append(
             [kind, str(int(chosen.sum())), f"{score.mean():+.3f}", *map(_signed, MEASURES, (c.mean() for c in changes))]

@@ -101,12 +101,9 @@ class PhotoEdit(gymnasium.Env[observation.Observation, Action]):
             raise ValueError(f"expected score_range to be (lowest, highest), got {score_range}")
         if not price >= 0.0:
             raise ValueError(f"expected a price of 0 or more, got {price}")
-        if not 0.0 <= intact <= 1.0:
-            raise ValueError(f"expected a share of intact photos from 0 to 1, got {intact}")
-        if not 0.0 <= tilted <= 1.0:
-            raise ValueError(f"expected a share of tilted photos from 0 to 1, got {tilted}")
-        if not 0.0 <= lone <= 1.0:
-            raise ValueError(f"expected a share of lone faults from 0 to 1, got {lone}")
+        for of, share in {"intact photos": intact, "tilted photos": tilted, "lone faults": lone}.items():
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"expected a share of {of} from 0 to 1, got {share}")
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ValueError(f"expected render_mode to be 'rgb_array' or None, got {render_mode!r}")
         self.scorer = scorer
