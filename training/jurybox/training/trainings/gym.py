@@ -94,16 +94,8 @@ class GymTraining(EnvironmentSettings):
     title = "gym"
     may_change = (
         *("steps", "seconds", "workers", "policy", "server", "server_http", "server_group", "device", "compile"),
-        *(
-            "max_ahead",
-            "publish_interval",
-            "max_lag",
-            "evaluate_every",
-            "evaluation_episodes",
-            "checkpoint_every",
-            "log_every",
-        ),
-        *("reset_timeout", "check_steps", "film"),
+        *("max_ahead", "publish_interval", "max_lag", "evaluate_every", "evaluation_episodes", "checkpoint_every"),
+        *("log_every", "reset_timeout", "check_steps", "film"),
     )
 
     env: str = Field("CartPole-v1", description="Gymnasium id, or module:factory.")

@@ -59,27 +59,10 @@ class OnPolicy(BaseModel):
 
 _EXPLORATION = ("exploration_initial_eps", "exploration_final_eps", "exploration_fraction")
 # Settings that can be set for a single agent.
-OWN = frozenset(
-    {
-        "algorithm",
-        "publish_interval",
-        "publish_mode",
-        "buffer_size",
-        "batch_size",
-        "train_freq",
-        "learning_starts",
-        "learning_rate",
-        "gamma",
-        "n_steps",
-        "target_update_interval",
-        "n_stack",
-        "hidden",
-        "exploration_initial_eps",
-        "exploration_final_eps",
-        "exploration_fraction",
-        "ppo",
-    }
-)
+OWN = {
+    *("algorithm", "publish_interval", "publish_mode", "buffer_size", "batch_size", "train_freq", "learning_starts"),
+    *("learning_rate", "gamma", "n_steps", "target_update_interval", "n_stack", "hidden", *_EXPLORATION, "ppo"),
+}
 
 
 class MarlTraining(EnvironmentSettings):
