@@ -4,6 +4,7 @@ python -m benchmarks.learning                                  # every task, thr
 python -m benchmarks.learning --tasks pendulum-sac --seeds 5   # one task; existing results are not run again
 python -m benchmarks.learning --sides jurybox compiled --first 100       # compiled updates, with seeds from 100 on
 python -m benchmarks.learning --rates --sides jurybox compiled sb3 sbx --python sbx=/path/bin/python
+python -m benchmarks.learning --rates --tasks pong-ppo --sides jurybox sb3 cleanrl samplefactory --python ...
 python -m benchmarks.learning --table [--rates]                # the table of existing results
 python -m benchmarks.learning.updates                          # updates alone, what they spend, how exact they are
 
@@ -69,7 +70,7 @@ def ours(task: Task, seed: int, side: str, episodes: int) -> dict[str, Any]:
             "steps": task.steps,
             "envs": task.envs,
             "seed": seed,
-            "evaluate_every": task.steps // EVALUATIONS,
+            "evaluate_every": task.steps // task.evaluations,
             "evaluation_episodes": episodes,
             **_OURS[side],
             **task.settings,
@@ -77,7 +78,7 @@ def ours(task: Task, seed: int, side: str, episodes: int) -> dict[str, Any]:
         }
     )
     if "workers" in _OURS[side]:
-        return _in_processes(settings)
+        return _in_processes(task, settings)
     evaluate = EnvEvaluator.evaluate
 
     def timed(evaluator: EnvEvaluator) -> Mapping[str, float]:
@@ -93,10 +94,10 @@ def ours(task: Task, seed: int, side: str, episodes: int) -> dict[str, Any]:
             train(settings, Path(folder) / "run", serial=True)
     finally:
         EnvEvaluator.evaluate = evaluate  # type: ignore[method-assign]
-    return clock.told(task.steps)
+    return clock.told(task)
 
 
-def _in_processes(settings: Any) -> dict[str, Any]:
+def _in_processes(task: Task, settings: Any) -> dict[str, Any]:
     """The same of processes, whose processor time is not told: evaluations are played beside the training."""
     from jurybox.training.trainings.gym import train
 
@@ -115,7 +116,7 @@ def _in_processes(settings: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         train(settings, Path(folder) / "run", trackers=lambda: (Watch(),))
     half = float(np.interp(settings.steps / 2, [step for step, _ in reached], [wall for _, wall in reached]))
-    told = clock.told(settings.steps)
+    told = clock.told(task)
     return {**told, "at": [(None, wall) for _, wall in told["at"]], "halves": [(None, half), (None, reached[-1][1])]}
 
 
@@ -188,7 +189,7 @@ def rates(names: Sequence[str], sides: Sequence[str], seeds: range, pythons: Map
                     row[f"{clock}_later_half"] = f"{whole[number] - half[number]:.2f}" if told else ""
                     row[f"{clock}_to_score"] = f"{reached[0][number]:.2f}" if told and reached else ""
                 row["versions"] = " ".join(f"{package} {version}" for package, version in found["versions"].items())
-                keep(_RATES, row)
+                keep(_RATES, {**row, "day": date.today()})
                 print(f"{name} {side} seed {seed}: {found['steps'] / whole[1]:,.0f} steps a second", flush=True)
 
 
@@ -197,8 +198,8 @@ def rates_table() -> str:
     rows = known(_RATES)
     clocks = "env steps / {0} s (of SB3's) | later half | {0} s to the score"
     titles = " | ".join(clocks.format(clock) for clock in _CLOCKS)
-    lines = [f"| task | env steps | side | runs | {titles} | CPU ms an update, later half, all else in it |"]
-    lines.append("|---" * 11 + "|")
+    lines = [f"| task | env steps | side | runs | {titles} | CPU ms an update, later half, all else in it | day |"]
+    lines.append("|---" * 12 + "|")
     for name, steps in sorted({(row["task"], int(row["steps"])) for row in rows}):
         of = {side: [row for row in rows if _is(row, name, side) and int(row["steps"]) == steps] for side in _SIDES}
         for side, found in of.items():
@@ -216,9 +217,10 @@ def rates_table() -> str:
                     cells[-1] += f" ({reached} of {len(found)} reached it)"
             later = _median(found, "CPU_later_half")
             cells.append(f"{2000 * later / (steps * TASKS[name].updates):.2f}" if later else "")
+            cells.append(" ".join(sorted({row["day"] for row in found})))
             lines.append("| " + " | ".join(cells) + " |")
     versions = sorted({row["versions"] for row in rows})
-    return "\n".join([*lines, "", f"{date.today()}; {'; '.join(versions)}. Medians."])
+    return "\n".join([*lines, "", f"{'; '.join(versions)}. Medians."])
 
 
 def _median(rows: Sequence[Mapping[str, str]], what: str) -> float | None:

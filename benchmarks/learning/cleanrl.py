@@ -1,7 +1,9 @@
 """CleanRL's scripts at our tasks, as they are; run by a Python that has a checkout of CleanRL on its path.
 
 What a script computes is its own; its settings are given as its flags, its writer for TensorBoard is replaced by one
-that evaluates, and its own metrics are dropped. Its networks are fixed: PPO's have 64 x 64 units, SAC's 256 x 256.
+that evaluates, and its own metrics are dropped. Its networks are fixed: PPO's have 64 x 64 units, SAC's 256 x 256, and
+that for Atari has the convolutions of the DQN paper and 512 units, as ours. Its Pong is its own: lives are episodes,
+and pictures are made small before they are made gray. Needed besides are ale-py, for Pong, and MuJoCo.
 """
 
 from __future__ import annotations
@@ -15,22 +17,25 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
-from benchmarks.learning.tasks import EVALUATIONS, Clock, Task, evaluation_seeds
+from benchmarks.learning.tasks import Clock, Task, evaluation_seeds, register_atari
 
 _UNITS = {"ppo": [64, 64], "sac": [256, 256]}
 _SCRIPTS = {"ppo": "cleanrl.ppo", "sac": "cleanrl.sac_continuous_action"}
+_ATARI = "cleanrl.ppo_atari"
 
 
 def flags(task: Task, seed: int) -> list[str]:
     """Return a script's flags for a task.
 
     Raises:
-        ValueError: no script has its algorithm, or the script's networks are others.
+        ValueError: no script has its algorithm or such an environment, or the script's networks are others.
     """
     told = dict(task.settings)
     units = told.pop("hidden", [64, 64] if task.algorithm == "ppo" else [256, 256])
     if task.algorithm not in _UNITS or units != _UNITS[task.algorithm]:
         raise ValueError(f"{task.algorithm} of {units} units: expected one of {_UNITS}, which CleanRL's scripts have")
+    if ":" in task.env and not (task.pictures and task.algorithm == "ppo"):
+        raise ValueError(f"{task.algorithm} of {task.env}: expected a registered environment, or Pong with PPO")
     found = ["--no-cuda", f"--seed={seed}", f"--env-id={_named(task)}", f"--total-timesteps={task.steps}"]
     found += [f"--num-envs={task.envs}", f"--gamma={told.pop('gamma', 0.99)}"]
     rate, batch = told.pop("learning_rate", 3e-4), told.pop("batch_size", 64 if task.algorithm == "ppo" else 256)
@@ -39,7 +44,8 @@ def flags(task: Task, seed: int) -> list[str]:
         found += [
             "--no-anneal-lr",
             "--no-clip-vloss",
-            "--ent-coef=0",
+            f"--ent-coef={told.pop('ent_coef', 0.0)}",
+            f"--clip-coef={told.pop('clip_range', 0.2)}",
             f"--learning-rate={rate}",
             f"--num-steps={steps}",
         ]
@@ -55,7 +61,7 @@ def flags(task: Task, seed: int) -> list[str]:
 
 def _named(task: Task) -> str:
     """The task's environment in the Gymnasium that CleanRL's scripts need: 0.29 has no v5 of MuJoCo's."""
-    return task.env.replace("Cheetah-v5", "Cheetah-v4")
+    return "PongNoFrameskip-v4" if task.pictures else task.env.replace("Cheetah-v5", "Cheetah-v4")
 
 
 def run(task: Task, seed: int, episodes: int) -> dict[str, Any]:
@@ -64,12 +70,14 @@ def run(task: Task, seed: int, episodes: int) -> dict[str, Any]:
     import torch
     import torch.utils.tensorboard
 
-    given = flags(task, seed)
+    given, named = flags(task, seed), _ATARI if task.pictures else _SCRIPTS[task.algorithm]
     torch.set_num_threads(1)
-    seeds, env, every = evaluation_seeds(seed, episodes), gymnasium.make(_named(task)), task.steps // EVALUATIONS
-    script = find_spec(_SCRIPTS[task.algorithm])
+    if task.pictures:
+        register_atari()
+    seeds, env, every = evaluation_seeds(seed, episodes), gymnasium.make(_named(task)), task.steps // task.evaluations
+    script = find_spec(named)
     if script is None or script.origin is None:
-        raise ModuleNotFoundError(f"no {_SCRIPTS[task.algorithm]}: put a checkout of CleanRL on this Python's path")
+        raise ModuleNotFoundError(f"no {named}: put a checkout of CleanRL on this Python's path")
     names: dict[str, Any] = {}
 
     def chosen(seen: Any) -> Any:
@@ -96,7 +104,7 @@ def run(task: Task, seed: int, episodes: int) -> dict[str, Any]:
         def add_text(self, name: str, text: str) -> None: ...
 
         def add_scalar(self, name: str, value: Any, step: int) -> None:
-            if name == "charts/SPS" and len(clock.evaluations) < min(step // every, EVALUATIONS - 1):
+            if name == "charts/SPS" and len(clock.evaluations) < min(step // every, task.evaluations - 1):
                 names.update(sys._getframe(1).f_globals)
                 play()
 
@@ -109,4 +117,4 @@ def run(task: Task, seed: int, episodes: int) -> dict[str, Any]:
         runpy.run_path(script.origin, run_name="__main__")
         play()
     versions = {name: metadata.version(name) for name in ("torch", "gymnasium")}
-    return {**clock.told(task.steps), "versions": {"CleanRL's": "scripts", **versions}}
+    return {**clock.told(task), "versions": {"CleanRL's": "scripts", **versions}}

@@ -2,7 +2,7 @@
 
 It needs no package of ours. Libraries with Stable-Baselines3's interface are here: itself, and SBX (the same algorithms
 in JAX). A new one is a module that has their classes, in `LIBRARIES`. A recurrent task needs sb3-contrib besides.
-CleanRL's scripts are in `cleanrl`.
+CleanRL's scripts are in `cleanrl`, Sample Factory is in `sample_factory`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from functools import partial
 from importlib import import_module, metadata
 from typing import Any
 
-from benchmarks.learning import cleanrl
-from benchmarks.learning.tasks import EVALUATIONS, TASKS, Clock, Task, evaluation_seeds
+from benchmarks.learning import cleanrl, sample_factory
+from benchmarks.learning.tasks import TASKS, Clock, Task, evaluation_seeds
 
-LIBRARIES = {"sb3": "stable_baselines3", "sbx": "sbx", "cleanrl": "cleanrl"}  # their modules, by side
+# Their modules, by side.
+LIBRARIES = {"sb3": "stable_baselines3", "sbx": "sbx", "cleanrl": "cleanrl", "samplefactory": "sample_factory"}
 _PACKAGES = {"sb3": ("stable_baselines3", "torch"), "sbx": ("sbx-rl", "jax")}
 
 
@@ -52,10 +53,17 @@ def run(side: str, task: Task, seed: int, episodes: int) -> dict[str, Any]:
 
     class Evaluations(BaseCallback):
         def _on_step(self) -> bool:
-            every = task.steps // EVALUATIONS
-            if self.num_timesteps // every > (self.num_timesteps - task.envs) // every:
-                self.play()
+            if task.algorithm != "ppo":
+                self.play_if_due()
             return True
+
+        def _on_rollout_start(self) -> None:
+            if task.algorithm == "ppo":  # which learned from the rollout before it
+                self.play_if_due()
+
+        def play_if_due(self) -> None:
+            if len(clock.evaluations) < self.num_timesteps // (task.steps // task.evaluations):
+                self.play()
 
         def play(self) -> None:
             with clock.evaluation():
@@ -75,10 +83,8 @@ def run(side: str, task: Task, seed: int, episodes: int) -> dict[str, Any]:
     model = kind(policy, make_vec_env(made, task.envs, seed=seed), seed=seed, **told)
     callback = Evaluations()
     model.learn(task.steps, callback)
-    if task.algorithm == "ppo":  # it learns once more after its last step
-        clock.forget_last()
-        callback.play()
-    return {**clock.told(task.steps), "versions": {name: metadata.version(name) for name in _PACKAGES[side]}}
+    callback.play_if_due()
+    return {**clock.told(task), "versions": {name: metadata.version(name) for name in _PACKAGES[side]}}
 
 
 def _falling(schedule: str) -> Callable[[float], float]:
@@ -93,5 +99,5 @@ if __name__ == "__main__":
     side, name, *numbers = sys.argv[1:]
     seed, core, episodes, steps = map(int, numbers)
     os.sched_setaffinity(0, {core})  # JAX has as many threads as there are cores
-    train = cleanrl.run if side == "cleanrl" else partial(run, side)
+    train = {"cleanrl": cleanrl.run, "samplefactory": sample_factory.run}.get(side, partial(run, side))
     print(json.dumps(train(TASKS[name].short(steps), seed, episodes)))

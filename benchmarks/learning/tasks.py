@@ -44,9 +44,24 @@ class Task:
             return float(told("n_epochs", 10) / told("batch_size", 64))
         return float(told("gradient_steps", 1) / told("train_freq", 4 if self.algorithm == "dqn" else 1))
 
+    @property
+    def evaluations(self) -> int:
+        """How many there are; of PPO none between two rollouts, and an even number."""
+        if self.algorithm != "ppo":
+            return EVALUATIONS
+        return min(EVALUATIONS, self.steps // (2 * self.settings["n_steps"] * self.envs) * 2)
+
     def short(self, steps: int) -> Task:
-        """Return it with so many env steps, in which no score is expected; 0: as it is."""
-        return replace(self, steps=steps, score=None) if steps else self
+        """Return it with so many env steps, in which no score is expected; 0: as it is.
+
+        Raises:
+            ValueError: they are less than two rollouts.
+        """
+        found = replace(self, steps=steps, score=None) if steps else self
+        if not found.evaluations:
+            least = 2 * self.settings["n_steps"] * self.envs
+            raise ValueError(f"{steps} env steps of {self.algorithm}: expected two rollouts or more, {least} steps")
+        return found
 
 
 # CartPole's settings are those of the RL Baselines3 Zoo, without its schedules. Pendulum's too, with smaller networks
@@ -141,6 +156,13 @@ def evaluation_seeds(seed: int, episodes: int) -> list[int]:
     return np.random.default_rng((1_000_003, seed)).integers(2**31, size=episodes).tolist()
 
 
+def register_atari() -> None:
+    """Register the games of ale-py, which it does not do by itself with Gymnasium 0.29."""
+    from ale_py.registration import register_v0_v4_envs
+
+    register_v0_v4_envs()
+
+
 class Clock:
     """Counts the time of a training, without that of its evaluations; what compilers take as children is in it.
 
@@ -174,12 +196,8 @@ class Clock:
         cpu, wall = (out + now - began for out, now, began in zip(self._out, self._now(), before, strict=True))
         self._out = cpu, wall
 
-    def forget_last(self) -> None:
-        """Forget the last evaluation: more was learned, and it is made anew."""
-        del self.evaluations[-1], self.at[-1]
-
-    def told(self, steps: int) -> dict[str, Any]:
+    def told(self, task: Task) -> dict[str, Any]:
         """Return all of it as values of JSON. What came after the last evaluation is not learning."""
-        at = self.at[:EVALUATIONS]
-        halves = [at[EVALUATIONS // 2 - 1], at[-1]] if len(at) == EVALUATIONS else []
-        return {"evaluations": self.evaluations[:EVALUATIONS], "at": at, "halves": halves, "steps": steps}
+        at, count = self.at[: task.evaluations], task.evaluations
+        halves = [at[count // 2 - 1], at[-1]] if len(at) == count > 0 else []
+        return {"evaluations": self.evaluations[:count], "at": at, "halves": halves, "steps": task.steps}
