@@ -53,15 +53,15 @@ class _Nothing:
 class _Clock:
     """Watches a run: notes the counters when it is under way, and again after so many seconds, and ends it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, learned: int) -> None:
         self.signals = Signals()
         self.stretch: Stretch | None = None
-        self._seconds = seconds
+        self._seconds, self._learned = seconds, learned
         self._first: tuple[float, list[list[int]]] | None = None
 
     def __call__(self, shared: SharedResources) -> None:
         scoreboard, now = shared.scoreboard, time.monotonic()
-        if self.stretch is not None or (self._first is None and scoreboard.learner_steps < _LEARNED):
+        if self.stretch is not None or (self._first is None and scoreboard.learner_steps < self._learned):
             return
         counts = [list(words) for words in scoreboard.words]
         if self._first is None:
@@ -86,9 +86,9 @@ class _Clock:
         self.signals.ask()
 
 
-def stretch(planned: Plan, seconds: float, folder: Path, *, serial: bool) -> Stretch:
-    """Carry out a plan for so many seconds from its 100th learner step on."""
-    clock = _Clock(seconds)
+def stretch(planned: Plan, seconds: float, folder: Path, *, serial: bool, learned: int = _LEARNED) -> Stretch:
+    """Carry out a plan for so many seconds from its `learned`th learner step on."""
+    clock = _Clock(seconds, learned)
     run(planned, folder, _Nothing(), serial=serial, signals=clock.signals, watch=clock)
     assert clock.stretch is not None, "it ended before the clock did"
     return clock.stretch

@@ -1,9 +1,10 @@
-"""Where the time of a training from a replay goes, and what processes gain over one: SAC and DQN of `train gym`.
+"""Where the time of a training goes, and what processes gain over one: SAC and DQN of `train gym`, or PPO.
 
     python -m benchmarks.learning.overlap [--tasks pendulum-sac cartpole-dqn] [--compile never always] [--seconds 8]
+    python -m benchmarks.learning.overlap --tasks cartpole-ppo pong-ppo --compile never --rounds 0
 
 1. A serial run, whose processor time is divided among what it does: environments, the policy, recording, drawing a
-   batch, the update, publishing, the rest.
+   batch, the update (with the values of a rollout), publishing, the rest.
 2. The same plan in one process and in two (a worker, a learner), which take turns. Of two, the one with more to do is
    the limit: `possible` is the time of both over that of the one, and the gain in env steps cannot be more.
 """
@@ -30,7 +31,7 @@ from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.environments.gymnasium_env import GymEnvs
 from jurybox.training.replay import Replay
 from jurybox.training.roles.env_actor import EnvActor, _Recorder
-from jurybox.training.roles.learner import OffPolicyLearner
+from jurybox.training.roles.learner import AlgorithmLearner, OffPolicyLearner, OnPolicyLearner
 from jurybox.training.roles.local_policy import LocalPolicy
 from jurybox.training.runtime.plan import Plan
 from jurybox.training.runtime.turns import ActorTurn, LearnerTurn
@@ -67,6 +68,7 @@ class Spent:
 def planned(task: str, compile: str) -> Plan:
     """The task's plan, without end, evaluations and checkpoints."""
     chosen = TASKS[task]
+    replay = {} if chosen.algorithm == "ppo" else {"buffer_size": 100_000}
     settings = GymTraining.checked(
         {
             "env": chosen.env,
@@ -76,7 +78,7 @@ def planned(task: str, compile: str) -> Plan:
             "compile": compile,
             "evaluate_every": 0,
             "checkpoint_every": 0,
-            "buffer_size": 100_000,
+            **replay,
             **chosen.settings,
         }
     )
@@ -86,6 +88,8 @@ def planned(task: str, compile: str) -> Plan:
 def profile(task: str, compile: str, seconds: float) -> str:
     """A row: shares of a serial run's time, and what two processes could gain."""
     spent, algorithm = Spent(), algorithm_named(TASKS[task].algorithm)
+    # What was spent until the clock starts is not in it: compiling, random actions.
+    role, learned = (OnPolicyLearner, 1) if algorithm.on_policy else (OffPolicyLearner, 100)
     patches = [
         spent.watched(GymEnvs, "step", "environments"),
         spent.watched(LocalPolicy, "_outputs_of", "policy"),
@@ -94,25 +98,25 @@ def profile(task: str, compile: str, seconds: float) -> str:
         spent.watched(ActorTurn, "take", "worker, else"),
         spent.watched(Replay, "sample", "drawing"),
         spent.watched(algorithm, "update", "update"),
+        spent.watched(algorithm, "values", "update"),
         spent.watched(LearnerTurn, "_publish", "publishing"),
-        spent.watched(OffPolicyLearner, "step", "learner, else"),
+        spent.watched(role, "step", "learner, else"),
         spent.watched(LearnerTurn, "take", "learner, else"),
     ]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         for patch in patches:
             stack.enter_context(patch)
         made = planned(task, compile)
-        # What was spent until the clock starts is not in it: compiling, random actions.
         began: dict[str, float] = {}
-        first = OffPolicyLearner.step
+        first: Any = role.step
 
-        def step(learner: OffPolicyLearner) -> None:
-            if learner.context.own_steps == 100:
+        def step(learner: AlgorithmLearner) -> None:
+            if learner.context.own_steps == learned:
                 began.update(spent.seconds)
             first(learner)
 
-        stack.enter_context(mock.patch.object(OffPolicyLearner, "step", step))
-        found = stretch(made, seconds, Path(folder), serial=True)
+        stack.enter_context(mock.patch.object(role, "step", step))
+        found = stretch(made, seconds, Path(folder), serial=True, learned=learned)
     used = {what: spent.seconds[what] - began.get(what, 0.0) for what in (*_COLLECTING, *_LEARNING)}
     total = sum(used.values())
     collecting = sum(used[what] for what in _COLLECTING) / total
