@@ -269,7 +269,8 @@ class RoleContext:
         try:
             folder = checkpoints.begin()
             for name, weights in kept.items():
-                write_state(folder / f"weights-{name}.state", weights._asdict())
+                whole = {"state": weights.state, "version": weights.version, "extra": weights.extra}
+                write_state(folder / f"weights-{name}.state", whole)
             self.plan.write_policy(folder, (weights.extra for weights in kept.values()))
             versions = {name: weights.version for name, weights in kept.items()}
             document = {"env_steps": env_steps, "numbers": numbers, "versions": versions}

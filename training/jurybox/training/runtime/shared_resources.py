@@ -171,9 +171,10 @@ class SharedResources(Closing):
         for channel in plan.channels:
             reader = self.reader(channel.name)
             if reader.newest:
-                found = reader.read(timeout=5.0)
-                extras.append(found.extra)
-                write_state(folder / f"weights-{channel.name}.state", found._asdict())
+                state, version, extra = reader.read(timeout=5.0)
+                extras.append(extra)
+                whole = {"state": state, "version": version, "extra": extra}
+                write_state(folder / f"weights-{channel.name}.state", whole)
         plan.write_policy(folder, extras)
         return {
             "replays": [each.name for each in plan.replays],
