@@ -13,7 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFram
 from tests.unit.runtime.toys import Rows
 
 from jurybox.training import policies
-from jurybox.training.roles.sb3_policy import ActingPolicy
+from jurybox.training.roles.sb3_policy import ActingPolicy, CannotAct
 from jurybox.training.runtime.run import run
 from jurybox.training.spaces import as_action, named
 from jurybox.training.trainings import sb3
@@ -187,3 +187,14 @@ def test_an_environment_that_is_not_registered_is_the_models_first():
     assert isinstance(made.unwrapped, World)
     with pytest.raises(ValueError, match="in processes and not registered: gymnasium.register"):
         sb3.played(f"{HERE}:in_processes_only")
+
+
+class Contrary(stable_baselines3.ppo.MlpPolicy):
+    def _predict(self, observation, deterministic=False):
+        return 2 - super()._predict(observation, deterministic)
+
+
+def test_a_policy_that_chooses_in_its_own_way_is_not_taken_for_another():
+    made = stable_baselines3.PPO(Contrary, DummyVecEnv([World]), n_steps=8, batch_size=8, device="cpu")
+    with pytest.raises(CannotAct, match="Contrary chooses actions in its own way .*_predict"):
+        ActingPolicy(made)

@@ -15,6 +15,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.policies import ActorCriticPolicy, BasePolicy
 from stable_baselines3.common.vec_env import VecCheckNan, VecMonitor, VecNormalize, VecTransposeImage
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvWrapper
+from stable_baselines3.dqn.policies import DQNPolicy
 from stable_baselines3.sac.policies import SACPolicy
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from jurybox.training.environments.gymnasium_env import Actions, Observations
 from jurybox.training.environments.making import EnvironmentUnusable
 
 _SEEN_THROUGH = (VecTransposeImage, VecNormalize, VecMonitor, VecCheckNan)  # what they do to observations is done here
+_ACTS = ("_predict", "get_distribution", "_get_action_dist_from_latent")  # methods that `_computed` stands for
 
 
 class CannotAct(ValueError):
@@ -81,8 +83,14 @@ class ActingPolicy(nn.Module):
             for name in ("mean", "var", "count"):
                 self.register_buffer(f"{name}_{number}", torch.as_tensor(getattr(found, name), dtype=torch.float64))
         self._space = own.action_space
-        made = getattr(type(self.policy), "_get_action_dist_from_latent", None)
-        self._plain = made is ActorCriticPolicy._get_action_dist_from_latent
+        kind = type(self.policy)
+        self._plain = isinstance(self.policy, ActorCriticPolicy)
+        for known in (ActorCriticPolicy, SACPolicy, DQNPolicy):
+            changed = [
+                each for each in _ACTS if hasattr(known, each) and getattr(kind, each, 0) is not getattr(known, each)
+            ]
+            if isinstance(self.policy, known) and changed:
+                raise CannotAct(f"{kind.__name__} chooses actions in its own way ({', '.join(changed)})")
         if isinstance(self._space, spaces.Box):
             bounds = ([bound if math.isfinite(bound) else None for bound in side] for side in (action.low, action.high))
             low, high = bounds
