@@ -56,10 +56,8 @@ def bot_steps() -> int:
     return done
 
 
-def algorithm(hidden: tuple[int, int], name: str = "") -> Algorithm:
-    """Hockey's own, or the one of that name with its settings."""
-    made_of = algorithm_of(HockeyTraining(hidden=hidden), (18, 4))
-    return make(**{**made_of, "algorithm": name or made_of["algorithm"]})
+def algorithm(hidden: tuple[int, int]) -> Algorithm:
+    return make(**algorithm_of(HockeyTraining(hidden=hidden), (18, 4)))
 
 
 def policy_steps(hidden: tuple[int, int]) -> Callable[[], int]:
@@ -73,8 +71,9 @@ def policy_steps(hidden: tuple[int, int]) -> Callable[[], int]:
     return work
 
 
-def updates(hidden: tuple[int, int], n: int, name: str = "") -> Callable[[], int]:
-    learner = algorithm(hidden, name)
+def updates(hidden: tuple[int, int], n: int, *, compiled: bool = True) -> Callable[[], int]:
+    learner = algorithm(hidden)
+    learner.compiles = compiled
     learner.setup(0, "cpu")
     rows = {
         "observation": torch.randn(n, 18),
@@ -111,10 +110,10 @@ def main() -> None:
             "game, random actions (steps/s)": per_second(random_steps),
             "game, two bots (steps/s)": per_second(bot_steps),
             "8 games, policy 128x128 against weak (steps/s)": per_second(policy_steps((128, 128))),
-            "learner 128x128, batch 128 (steps/s)": per_second(updates((128, 128), 128), 40),
-            "the same, gradients by autograd (steps/s)": per_second(updates((128, 128), 128, "td3"), 40),
-            "learner 256x256, batch 128 (steps/s)": per_second(updates((256, 256), 128)),
-            "learner 256x256, batch 256 (steps/s)": per_second(updates((256, 256), 256)),
+            "learner 128x128, batch 128, compiled (steps/s)": per_second(updates((128, 128), 128), 40),
+            "the same, not compiled (steps/s)": per_second(updates((128, 128), 128, compiled=False), 40),
+            "learner 256x256, batch 128, compiled (steps/s)": per_second(updates((256, 256), 128)),
+            "learner 256x256, batch 256, compiled (steps/s)": per_second(updates((256, 256), 256)),
             "frames 640 px (frames/s)": per_second(frames, 3),
         }
     if as_json:

@@ -354,16 +354,15 @@ def soft(target: nn.Module, live: nn.Module, tau: float) -> None:
             one.copy_((1 - tau) * one + tau * two)
 
 
-@pytest.mark.parametrize("name", ["td3", "jurybox.studies.hockey.td3:HockeyTD3"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_td3s_update_is_that_of_its_paper(name, weighted) -> None:
+def test_td3s_update_is_that_of_its_paper(weighted) -> None:
     spec = spec_of(OBSERVATIONS, (), False, False, ACTIONS)
     actor = widened(acting_network("td3", OBSERVATIONS, (), False, False, ACTIONS, (8,)))
     critic = widened(SeeingCritic(Features(OBSERVATIONS), ACTIONS, (8,)))
     with torch.no_grad():
         actor.layers[-1].weight.mul_(3.0)  # some actions beyond the bound of the penalty
     learner = learning(
-        name, spec, copy.deepcopy(actor), copy.deepcopy(critic), seed=6,
+        "td3", spec, copy.deepcopy(actor), copy.deepcopy(critic), seed=6,
         learning_rate=1e-2, critic_learning_rate=2e-2, tau=0.1, policy_delay=2, target_policy_noise=0.4,
         target_noise_clip=0.3, pre_tanh_penalty=0.2, reward_scale=0.5, hidden=(8,),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hockey's TD3 as the roles, the server and a saved policy make it. Without torch."""
+"""TD3 with hockey's settings, as the roles, the server and a saved policy make it. Without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def algorithm_of(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, 
         sizes: sizes of an observation and of an action.
     """
     own = {name: value for name, value in settings.model_dump(mode="json").items() if name in _OWN}
-    return {**network_of(settings, sizes), "algorithm": "jurybox.studies.hockey.td3:HockeyTD3", "settings": own}
+    return {**network_of(settings, sizes), "settings": own}
 
 
 def network_of(settings: HockeyTraining, sizes: tuple[int, int]) -> dict[str, Any]:

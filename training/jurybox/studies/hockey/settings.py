@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from jurybox.studies.hockey.league import LeagueSettings
 from jurybox.training.runtime.plan import Pace
-from jurybox.training.runtime.settings import EnvironmentSettings
+from jurybox.training.runtime.settings import Compile, EnvironmentSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class HockeyTraining(EnvironmentSettings):
     }
     # Settings that may change when a run is resumed: its length, where the work is done, and what is recorded.
     may_change = (
-        *("steps", "seconds", "target", "workers", "envs", "policy", "device", "learner_gpus", "engine_gpus"),
+        *("steps", "seconds", "target", "workers", "envs", "policy", "device", "compile", "learner_gpus"),
+        "engine_gpus",
         *("server", "server_http", "server_group", "reset_timeout", "check_steps"),
         *("max_ahead", "publish_interval", "weight_sync_interval", "max_lag", "evaluate_every", "evaluation_games"),
         *("matrix_games", "film_games", "checkpoint_every", "log_every", "on_failure"),
@@ -116,6 +117,7 @@ class HockeyTraining(EnvironmentSettings):
     )
     noise_color: float = Field(1.0, ge=0, description="Exponent of the noise spectrum: 0 white, 1 pink.")
     device: str = Field("cpu", description="Device of the learner.")
+    compile: Compile = "auto"
     learner_gpus: float = Field(0, ge=0, description="GPUs that --launcher ray reserves for the learner.")
     engine_gpus: float = Field(
         0, ge=0, description="GPUs that --launcher ray reserves for the engine of a served policy."
@@ -215,4 +217,6 @@ class HockeyTraining(EnvironmentSettings):
             unused |= dict.fromkeys(("train_freq", "gradient_steps"), 'max_ahead is "none", so there is no ratio')
         if self.device == "cpu":
             unused["learner_gpus"] = 'device is "cpu": the learner would not use them'
+        else:
+            unused["compile"] = "only updates on the CPU are compiled"
         return unused

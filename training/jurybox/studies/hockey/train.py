@@ -157,11 +157,12 @@ def plan(
                     "algorithm": algorithm,
                     "envs": settings.workers * settings.envs_per_worker,
                     "device": settings.device,
+                    "compile": settings.compile,
                     "first": settings.unsampled + 1,  # the newest rows of each game have no successor yet
                     "beta": settings.beta,
                     "anchor_ratio": settings.anchor_ratio,
                     "anchor_first": settings.least_kept,
-                    "augment": f"{_STUDY}.td3:mirrored" if settings.mirror else None,
+                    "augment": f"{_STUDY}.mirror:mirrored" if settings.mirror else None,
                     "curriculum": opponents,
                     "results": RESULTS,
                 },

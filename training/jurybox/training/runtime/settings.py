@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -78,6 +78,14 @@ WAYS = {
     "verbose": "progress is always shown",
     "tensorboard_log": "TensorBoard files are always written to --out",
 }
+
+Compile = Annotated[
+    Literal["auto", "always", "never"],
+    Field(
+        description="Compile the learner's updates to C++, on the CPU and without pictures; auto: in runs of 10,000 "
+        "optimiser steps or more, where there is a compiler."
+    ),
+]
 
 
 class Settings(BaseModel):

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError, create_model, model_validator
@@ -50,7 +50,7 @@ from jurybox.training.runtime.plan import (
     Timeouts,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
-from jurybox.training.runtime.settings import EnvironmentSettings
+from jurybox.training.runtime.settings import Compile, EnvironmentSettings
 from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY, ActionSpec, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
@@ -115,11 +115,7 @@ class GymTraining(EnvironmentSettings):
     workers: int = Field(1, ge=1, description="Number of processes that step environments.")
     envs: int = Field(1, ge=1, description="Number of environments, over all workers.")
     device: str = Field("cpu", description="Device of the learner.")
-    compile: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="Compile the learner's updates to C++, on the CPU and without pictures; auto: in runs of 10,000 "
-        "optimiser steps or more, where there is a compiler.",
-    )
+    compile: Compile = "auto"
     normalize_observations: bool = Field(
         False, description="Normalize observations to mean 0 and standard deviation 1."
     )
