@@ -58,7 +58,7 @@ def newer(commit: str) -> float | None:
 def age(results: Results) -> str:
     """How much newer the code is, in tens of percent, so that it is not written anew with every change."""
     share = newer(results.about["commit"])
-    if share is None:
+    if share is None or round(share, 1) == 0:
         return ""
     return f" Since then some {round(share, 1):.0%} of the lines a request passes through are new."
 

@@ -76,6 +76,9 @@ def test_what_is_newer_is_counted_in_lines_and_said(tmp_path, monkeypatch):
     results = run({})
     assert page.age(results) == "", "no commit abc1234"
     results.about["commit"] = "HEAD"
+    with monkeypatch.context() as hardly:
+        hardly.setattr(page, "newer", lambda commit: 0.04)
+        assert page.age(results) == ""
     assert page.age(results).endswith("some 20% of the lines a request passes through are new.")
 
 
