@@ -311,11 +311,14 @@ def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str,
         given = np.asarray(value)
     except ValueError:  # nested lists of different lengths
         given = np.empty((), object)
-    expected = f"expected {wanted} of shape {tuple(shape)}"
+
+    def expected() -> str:  # for an error alone: this runs at every step
+        return f"expected {wanted} of shape {tuple(shape)}"
+
     if given.dtype.kind not in "biuf":
-        raise StrangeObservation(f"{what} is {short(value)}: {expected}")
+        raise StrangeObservation(f"{what} is {short(value)}: {expected()}")
     if given.shape != tuple(shape):
-        raise StrangeObservation(f"{what} has the shape {given.shape}: {expected}")
+        raise StrangeObservation(f"{what} has the shape {given.shape}: {expected()}")
     if given.dtype == wanted:
         found = given
     else:
@@ -323,12 +326,12 @@ def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str,
             found = given.astype(wanted)
         if wanted.kind != "f" and not np.array_equal(found, given):
             changed = given[found != given].ravel()[0] if given.shape else given[()]
-            raise StrangeObservation(f"{what} holds {changed}: {expected}")
+            raise StrangeObservation(f"{what} holds {changed}: {expected()}")
         if wanted.kind != "f" and given.dtype.kind == "f":
-            raise StrangeObservation(f"{what} has the dtype {given.dtype}: {expected}")
+            raise StrangeObservation(f"{what} has the dtype {given.dtype}: {expected()}")
     if wanted.kind == "f" and not finite:
         if found is not given and not np.array_equal(np.isinf(found), np.isinf(given)):
-            raise StrangeObservation(f"{what} holds a number beyond {wanted}: {expected}")
+            raise StrangeObservation(f"{what} holds a number beyond {wanted}: {expected()}")
     elif wanted.kind == "f":
         fine = np.isfinite(found) if wanted == np.float32 else np.abs(found) <= _MOST
         if not fine.all():
