@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.unit.studies.photo.test_photo_resume import trained
 
+from jurybox.studies.photo import imitation
 from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary, observation
 from jurybox.studies.photo.environment.edits import TOOLS
 from jurybox.studies.photo.imitation import Shown, imitate, learn, wanted
@@ -168,9 +169,10 @@ def test_nothing_but_the_policy_is_shown_cures(once):
     assert changed and all(name.startswith("mlp_extractor.policy_net") for name in changed)
 
 
-def test_the_same_seed_shows_the_same():
-    model, found, _, _ = shown(steps=60)
-    again, other, _, _ = shown(steps=60)
+def test_the_same_seed_shows_the_same(monkeypatch):
+    monkeypatch.setattr(imitation, "_LAST_PASSES", imitation._PASSES)
+    model, found, _, _ = shown(steps=20)
+    again, other, _, _ = shown(steps=20)
     assert np.array_equal(found.seen, other.seen) and np.array_equal(found.wanted, other.wanted)
     for name, tensor in model.policy.state_dict().items():
         assert torch.equal(tensor, again.policy.state_dict()[name]), name
