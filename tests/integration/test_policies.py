@@ -40,7 +40,7 @@ JUROR = "tests.unit.studies.photo.cheap_juror:middle_grey"
 def hockey_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hockey")
     small = {"steps": 600, "evaluate_every": 300, "checkpoint_every": 250, "evaluation_games": 1}
-    hockey.train(hockey_settings(**small), folder, serial=True)
+    run(hockey.plan(hockey_settings(**small), folder), folder, toys.Rows(), serial=True)
     return folder
 
 

@@ -1,15 +1,12 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from functools import partial
 
 import numpy as np
 import psutil
 import pytest
-from tests.serving import wait_until
 from tests.unit.trainings.worker_environments import Counting, WithOpenCV, broken
 from tests.unit.vector.vector_environments import Counter
 

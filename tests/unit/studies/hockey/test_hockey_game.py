@@ -186,7 +186,7 @@ def standing(left, right_name: str, n: int = 60) -> tuple[float, float, float]:
 
 def test_bots_beat_a_random_player() -> None:
     for name in ("weak", "strong"):
-        wins, _, losses = standing(RandomPlayer(), name, 30)
+        wins, _, losses = standing(RandomPlayer(), name, 12)
         assert losses > wins + 0.1
 
 

@@ -20,7 +20,7 @@ SMALL = PhotoTraining(
     environment=PhotoConfig(scorer="local", juror="tests.unit.studies.photo.cheap_juror:middle_grey", tilted=0.5),
     seed=3,
     steps=8,
-    imitation=240,
+    imitation=160,
     envs=2,
     damages=2,
     rollout=8,
@@ -64,7 +64,9 @@ def shown(steps=SMALL.imitation):
 
 @pytest.fixture(scope="module")
 def once():
-    return shown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imitation, "_PASSES", 2)
+        return shown()
 
 
 def test_the_target_is_an_even_share_of_the_remaining_correction():
