@@ -57,7 +57,7 @@ class Adam(torch.optim.Adam):
                 "exp_avg_sq": torch.zeros_like(each),
             }
 
-    # torch's own, without decorators that import its compiler at the first call: two seconds of a core in every learner.
+    # torch's own, without a decorator that imports its compiler at the first call, two seconds of a core a learner.
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
     zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
