@@ -82,7 +82,7 @@ def count_mixed_under_load(start: Start, fields, capacity: int, rows: int, *, ve
     [pytest.param(SMALL, 64, id="small"), pytest.param(LARGE, 16, id="large", marks=pytest.mark.runs)],
 )
 def test_no_row_is_mixed_under_four_writers(start, fields, capacity: int) -> None:
-    assert count_mixed_under_load(start, fields, capacity, 50_000 if fields is SMALL else 10_000) == 0
+    assert count_mixed_under_load(start, fields, capacity, 20_000 if fields is SMALL else 10_000) == 0
 
 
 @pytest.mark.slow

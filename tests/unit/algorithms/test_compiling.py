@@ -83,8 +83,8 @@ def test_what_compiles_nothing_imports_none_of_torchs_compiler(monkeypatch) -> N
 
 
 CASES: list[tuple[str, dict]] = [
-    ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}), ("ppo", {"n_epochs": 2}),
-    ("ppo", {"n_epochs": 2, "target_kl": 0.05}), ("ppo", {"n_epochs": 2, "batch_size": 12}),
+    ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}),
+    ("ppo", {"n_epochs": 2}), ("ppo", {"n_epochs": 2, "target_kl": 0.05, "batch_size": 12}),
 ]  # fmt: skip
 
 
@@ -134,9 +134,9 @@ def _stepped(learner, name: str, number: int, rows: dict[str, torch.Tensor]) -> 
     learner.run(getattr(learner, steps[name]), rows)
 
 
-@pytest.mark.parametrize("name", ["sac", "td3", "dqn"])
+@pytest.mark.parametrize("name", ["sac", pytest.param("td3", marks=pytest.mark.runs), "dqn"])
 def test_a_compiled_update_is_as_exact_as_one_that_is_not(name, monkeypatch) -> None:
-    """How far both are from the same updates in float64, after forty of them, over how far these have moved."""
+    """How far both are from the same updates in float64, after twenty of them, over how far these have moved."""
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, given: graph)
     compiled, plain = (made(name, compiles, learning_rate=0.003) for compiles in (True, False))
     with _Double():
@@ -146,7 +146,7 @@ def test_a_compiled_update_is_as_exact_as_one_that_is_not(name, monkeypatch) -> 
                 module.load_state_dict(plain.parts()[part].state_dict())
     first = [each.detach().clone() for each in exact.acting.parameters()]
     rng = np.random.default_rng(1)
-    for number in range(40):
+    for number in range(20):
         rows = batch(rng, name in DISCRETE)
         noise = {key: torch.from_numpy(rng.normal(size=(16, 2)).astype(np.float32)) for key in ("noise", "next_noise")}
         rows |= {} if name == "dqn" else noise
