@@ -61,6 +61,8 @@ def test_in_same_step_mode_the_new_episode_is_there_at_once() -> None:
         assert truncated.tolist() == infos["restarted"].tolist() == [True, True, False, False]
         assert observations[:, 3].tolist() == [0, 0, 2, 2]
         np.testing.assert_array_equal(infos["final_obs"][1], before[1])
+        fresh = [np.random.SeedSequence((3, number, 1)).generate_state(1)[0] for number in (0, 1)]
+        assert env.get_attr("np_random_seed") == (*fresh, 5, 6), "of the run's seed, the environment and the death"
         assert env.step(NOTHING)[1].tolist() == [1, 1, 3, 3]
 
 
@@ -158,15 +160,8 @@ def seeds(env: ProcessVectorEnv, seed: int, *all_dying: int) -> list[tuple[int, 
     return seen
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        AutoresetMode.NEXT_STEP,
-        pytest.param(AutoresetMode.SAME_STEP, marks=pytest.mark.runs),
-        pytest.param(AutoresetMode.DISABLED, marks=pytest.mark.runs),
-    ],
-    ids=lambda mode: mode.name,
-)
+@pytest.mark.runs
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 def test_a_run_is_the_same_again_though_its_workers_died_and_no_two_environments_are_alike(mode) -> None:
     with vector(mode) as env:
         first, again, other = seeds(env, 3, 1, 2, 0), seeds(env, 3, 1, 2, 0), seeds(env, 7, 1)

@@ -18,6 +18,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -338,9 +339,12 @@ def commands(text: str) -> Iterator[list[str]]:
                 command = []
 
 
+_jurybox = cache(get_command)
+
+
 def parse(words: list[str]) -> None:
     """Parse the words after `jurybox` as the command line does; raise an error if they are invalid."""
-    command: Any = get_command(app)
+    command: Any = _jurybox(app)
     context = None
     while isinstance(command, TyperGroup):  # not click's Group: typer bundles its own click since 0.26
         context = command.make_context(command.name or "jurybox", words, parent=context, resilient_parsing=False)

@@ -113,7 +113,7 @@ def test_no_row_is_lost_from_four_writers(start) -> None:
 def test_killed_writers_lose_only_their_slots(start) -> None:
     with Replay.create(f"killed-{os.getpid()}", 64, LARGE, prioritized=True) as replay:
         killed = 0
-        for round_ in range(3):
+        for _ in range(2):
             writers = [start(replay.name, n, rows=16) for n in range(2)]
             for writer in writers:
                 wait_until_ready(writer)
@@ -124,7 +124,6 @@ def test_killed_writers_lose_only_their_slots(start) -> None:
                 writer.send_signal(signal.SIGKILL)
                 writer.wait()
                 killed += 1
-            del round_
         dead = int((replay.parts[0].sequences % 2).sum())
         assert dead <= killed  # each was writing at most one slot
         writer = start(replay.name, 7, rows=1, total=300)

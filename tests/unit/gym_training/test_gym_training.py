@@ -562,9 +562,9 @@ def test_rewards_are_normalised_as_by_stable_baselines3(tmp_path, monkeypatch) -
 
 @pytest.mark.parametrize("bits", [pytest.param(False, marks=pytest.mark.runs), True])
 def test_several_choices_at_once_are_learned(tmp_path, bits) -> None:
-    rates = {"hidden": (32,), "learning_rate": 0.01, "gamma": 0.0, "n_steps": 128, "batch_size": 64, "n_epochs": 8}
+    rates = {"hidden": (32,), "learning_rate": 0.01, "gamma": 0.0, "n_steps": 32, "batch_size": 64, "n_epochs": 8}
     s = settings("ppo", env="tests.unit.gym_training.gym_worlds:Levers", env_args={"bits": bits}, **rates)
-    s = s.changed(steps=1024, evaluation_episodes=30, evaluate_every=0)
+    s = s.changed(envs=4, steps=1024, evaluation_episodes=30, evaluate_every=0)
     assert train(s, tmp_path, serial=True).evaluation["eval_return"] > 0.9, "at random 0.36, of bits 0.5"
 
 

@@ -215,6 +215,6 @@ def test_bots_reach_the_speeds_that_were_measured() -> None:
             np.maximum(most, np.abs(observation), out=most)
             return super().act(observation)
 
-    standing(Seen("strong"), "weak", 30)
+    standing(Seen("strong"), "weak", 15)
     assert 9.5 < most[3] < 11.5 and most[12] < 5.2 and 2.9 < most[13] < 3.2
     assert 45 < most[14] < 63 and most[2] < 1.7 and most[16] == 15

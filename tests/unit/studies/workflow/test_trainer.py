@@ -403,6 +403,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("at", [11, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 18))])
 def test_a_resumed_run_is_the_same_as_one_without_a_stop(whole, tmp_path, monkeypatch, at) -> None:
     advance = WorkflowTrainer.advance
@@ -456,7 +457,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_same_as_one_at_once(whole, tmp
     assert left_by(tmp_path) == left_by(whole[0]), "three updates after the checkpoint were made once more"
 
 
-@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("evaluating", [pytest.param(False, marks=pytest.mark.runs), True])
 def test_a_stop_leaves_the_update_and_the_run_goes_on_with_resume(whole, tmp_path, evaluating) -> None:
     signals, asked = Signals(), []
 
