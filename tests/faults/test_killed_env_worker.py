@@ -29,18 +29,28 @@ def vector(mode: AutoresetMode = AutoresetMode.NEXT_STEP, **settings) -> Process
     return ProcessVectorEnv(make, workers=2, autoreset_mode=mode, **settings)
 
 
-def test_a_killed_worker_is_replaced_and_its_environments_begin_anew() -> None:
+@pytest.fixture(scope="module")
+def shared():
     with vector() as env:
-        env.reset(seed=3)
-        before = env.step(NOTHING)[0]
-        os.kill(env.pids[0], signal.SIGKILL)
-        observations, rewards, terminated, truncated, infos = env.step(NOTHING)
-        assert truncated.tolist() == infos["restarted"].tolist() == [True, True, False, False]
-        assert not terminated.any() and rewards.tolist() == [0, 0, 2, 2]
-        np.testing.assert_array_equal(observations[:2], before[:2], "the last that was seen of them")
-        observations, rewards, _, truncated, infos = env.step(NOTHING)
-        assert observations[:, 3].tolist() == [0, 0, 3, 3] and not truncated.any() and "restarted" not in infos
-        assert env.step(NOTHING)[1].tolist() == [1, 1, 4, 4]
+        yield env
+
+
+@pytest.fixture
+def env(shared) -> ProcessVectorEnv:
+    shared.reset(seed=3)
+    return shared
+
+
+def test_a_killed_worker_is_replaced_and_its_environments_begin_anew(env) -> None:
+    before = env.step(NOTHING)[0]
+    os.kill(env.pids[0], signal.SIGKILL)
+    observations, rewards, terminated, truncated, infos = env.step(NOTHING)
+    assert truncated.tolist() == infos["restarted"].tolist() == [True, True, False, False]
+    assert not terminated.any() and rewards.tolist() == [0, 0, 2, 2]
+    np.testing.assert_array_equal(observations[:2], before[:2], "the last that was seen of them")
+    observations, rewards, _, truncated, infos = env.step(NOTHING)
+    assert observations[:, 3].tolist() == [0, 0, 3, 3] and not truncated.any() and "restarted" not in infos
+    assert env.step(NOTHING)[1].tolist() == [1, 1, 4, 4]
 
 
 def test_in_same_step_mode_the_new_episode_is_there_at_once() -> None:
@@ -51,6 +61,8 @@ def test_in_same_step_mode_the_new_episode_is_there_at_once() -> None:
         assert truncated.tolist() == infos["restarted"].tolist() == [True, True, False, False]
         assert observations[:, 3].tolist() == [0, 0, 2, 2]
         np.testing.assert_array_equal(infos["final_obs"][1], before[1])
+        fresh = [np.random.SeedSequence((3, number, 1)).generate_state(1)[0] for number in (0, 1)]
+        assert env.get_attr("np_random_seed") == (*fresh, 5, 6), "of the run's seed, the environment and the death"
         assert env.step(NOTHING)[1].tolist() == [1, 1, 3, 3]
 
 
@@ -63,17 +75,15 @@ def test_without_autoreset_the_learner_resets_them() -> None:
         assert env.step(NOTHING)[1].tolist() == [1, 1, 2, 2]
 
 
-def test_idle_environments_of_a_worker_that_died_report_it_at_their_next_action() -> None:
-    with vector() as env:
-        env.reset(seed=3)
-        env.send(np.array([9]), [0])
-        infos = env.recv(1)[4]
-        assert infos["env_id"].tolist() == [0] and infos["restarted"].all()
-        env.send(np.array([0]), [1])
-        _, _, _, truncated, infos = env.recv(1)
-        assert infos["env_id"].tolist() == [1] and truncated.all() and infos["restarted"].all()
-        env.send(np.array([0, 0]), [0, 1])
-        assert not env.recv(2)[3].any()
+def test_idle_environments_of_a_worker_that_died_report_it_at_their_next_action(env) -> None:
+    env.send(np.array([9]), [0])
+    infos = env.recv(1)[4]
+    assert infos["env_id"].tolist() == [0] and infos["restarted"].all()
+    env.send(np.array([0]), [1])
+    _, _, _, truncated, infos = env.recv(1)
+    assert infos["env_id"].tolist() == [1] and truncated.all() and infos["restarted"].all()
+    env.send(np.array([0, 0]), [0, 1])
+    assert not env.recv(2)[3].any()
 
 
 def test_a_worker_that_hangs_is_replaced_after_the_time_out() -> None:
@@ -84,13 +94,11 @@ def test_a_worker_that_hangs_is_replaced_after_the_time_out() -> None:
         assert env.step(NOTHING)[1].tolist() == [2, 2, 0, 0]
 
 
-def test_a_worker_killed_before_a_reset_is_replaced_by_it() -> None:
-    with vector() as env:
-        env.reset(seed=3)
-        for pid in env.pids:
-            os.kill(pid, signal.SIGKILL)
-        observations, _ = env.reset(seed=8)
-        assert observations[:, 1].tolist() == [8, 9, 10, 11]
+def test_a_worker_killed_before_a_reset_is_replaced_by_it(env) -> None:
+    for pid in env.pids:
+        os.kill(pid, signal.SIGKILL)
+    observations, _ = env.reset(seed=8)
+    assert observations[:, 1].tolist() == [8, 9, 10, 11]
 
 
 class DiesAtOnce(Counter):
@@ -110,6 +118,7 @@ from tests.unit.vector.vector_environments import Counter
 from jurybox.training.vector import ProcessVectorEnv
 env = ProcessVectorEnv([Counter] * 2, workers=2)
 env.reset()
+env.send([0, 7])  # one waits for an action, the other is in a step
 print(*env.pids, flush=True)
 time.sleep(60)
 """
@@ -135,34 +144,27 @@ def test_closing_leaves_neither_workers_nor_memory() -> None:
     assert not [name for name in os.listdir(directory()) if f"vector{os.getpid()}" in name]
 
 
-def seeds(mode: AutoresetMode, seed: int) -> list[tuple[int, ...]]:
-    """Seeds of all environments after each death of a worker, in a run in which both die, the first one twice."""
-    with vector(mode) as env:
-        env.reset(seed=seed)
-        seen = []
-        for dying in (1, 2, 0):
-            actions = NOTHING.copy()
-            actions[dying] = 9
-            truncated = env.step(actions)[3]
-            assert truncated.sum() == 2
-            if mode is AutoresetMode.DISABLED:
-                env.reset(options={"reset_mask": truncated})
-            env.step(NOTHING)
-            seen.append(env.get_attr("np_random_seed"))
-        return seen
+def seeds(env: ProcessVectorEnv, seed: int, *all_dying: int) -> list[tuple[int, ...]]:
+    """Seeds of all environments after each death of a worker, in a run in which these end theirs."""
+    env.reset(seed=seed)
+    seen = []
+    for dying in all_dying:
+        actions = NOTHING.copy()
+        actions[dying] = 9
+        truncated = env.step(actions)[3]
+        assert truncated.sum() == 2
+        if env.autoreset_mode is AutoresetMode.DISABLED:
+            env.reset(options={"reset_mask": truncated})
+        env.step(NOTHING)
+        seen.append(env.get_attr("np_random_seed"))
+    return seen
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        AutoresetMode.NEXT_STEP,
-        pytest.param(AutoresetMode.SAME_STEP, marks=pytest.mark.runs),
-        pytest.param(AutoresetMode.DISABLED, marks=pytest.mark.runs),
-    ],
-    ids=lambda mode: mode.name,
-)
+@pytest.mark.runs
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 def test_a_run_is_the_same_again_though_its_workers_died_and_no_two_environments_are_alike(mode) -> None:
-    first, again, other = seeds(mode, 3), seeds(mode, 3), seeds(mode, 7)
+    with vector(mode) as env:
+        first, again, other = seeds(env, 3, 1, 2, 0), seeds(env, 3, 1, 2, 0), seeds(env, 7, 1)
     assert first == again
     replaced = {seed for moment in first for seed in moment} - {3, 4, 5, 6}
     # Environments 0 and 1 were replaced twice, 2 and 3 once: each time with a seed of its own.
@@ -170,12 +172,10 @@ def test_a_run_is_the_same_again_though_its_workers_died_and_no_two_environments
     assert not replaced & {seed for moment in other for seed in moment}
 
 
-def test_environments_replaced_during_a_call_report_it_at_their_next_action() -> None:
-    with vector() as env:
-        env.reset(seed=3)
-        os.kill(env.pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerFailed, match="it was replaced"):
-            env.get_attr("name")
-        truncated = env.step(NOTHING)[3]
-        assert truncated.tolist() == [True, True, False, False]
-        assert env.step(NOTHING)[0][:, 3].tolist() == [0, 0, 2, 2]
+def test_environments_replaced_during_a_call_report_it_at_their_next_action(env) -> None:
+    os.kill(env.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match="it was replaced"):
+        env.get_attr("name")
+    truncated = env.step(NOTHING)[3]
+    assert truncated.tolist() == [True, True, False, False]
+    assert env.step(NOTHING)[0][:, 3].tolist() == [0, 0, 2, 2]

@@ -117,6 +117,12 @@ def test_each_script_runs_and_prints_its_result(script, place, request, monkeypa
     else:
         monkeypatch.syspath_prepend(place)
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+        if script.startswith("sb3"):
+            evaluation = import_module("stable_baselines3.common.evaluation")
+            whole = evaluation.evaluate_policy
+            monkeypatch.setattr(
+                evaluation, "evaluate_policy", lambda *given, **more: whole(*given, **{**more, "n_eval_episodes": 1})
+            )
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -18,6 +18,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,16 @@ def test_toml_is_a_valid_configuration(block, tmp_path, monkeypatch) -> None:
     assert plan(MarlTraining.read(file, {})).roles
 
 
-@pytest.mark.parametrize("has_example", [True, pytest.param(False, marks=pytest.mark.runs)])
+def test_the_pages_detector_for_geneval_is_one_that_a_server_loads(tmp_path) -> None:
+    (tmp_path / "my_detector.py").write_text(files_of("docs/dialects_flow_grpo.md")["my_detector.py"])
+    toml = next(block.text for block in of("toml") if "my_detector:geneval" in block.text)
+    models = tomllib.loads(toml)["models"]
+    with serving(tmp_path / "server", models, {"PYTHONPATH": str(tmp_path)}) as running, running.connect() as client:
+        assert client.models() == sorted(models)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("has_example", [True, False])
 def test_the_pages_detector_for_geneval_is_loaded_by_its_configuration(tmp_path, has_example) -> None:
     """It is computed with its own example, since made-up text is no JSON; without one, the error says so."""
     shown = files_of("docs/dialects_flow_grpo.md")["my_detector.py"]
@@ -329,9 +339,12 @@ def commands(text: str) -> Iterator[list[str]]:
                 command = []
 
 
+_jurybox = cache(get_command)
+
+
 def parse(words: list[str]) -> None:
     """Parse the words after `jurybox` as the command line does; raise an error if they are invalid."""
-    command: Any = get_command(app)
+    command: Any = _jurybox(app)
     context = None
     while isinstance(command, TyperGroup):  # not click's Group: typer bundles its own click since 0.26
         context = command.make_context(command.name or "jurybox", words, parent=context, resilient_parsing=False)

@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import jurybox.training.runtime as runtime
+from jurybox.training import interrupts
+from jurybox.training.cli import train as commands
 from jurybox.training.runtime.plan import Plan
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
@@ -53,15 +56,20 @@ def test_a_users_plan_is_run_in_processes_recorded_and_resumed(train, tmp_path):
     assert other.returncode == 2 and "other settings" in other.stderr
 
 
-def test_the_error_of_an_invalid_plan_is_one_sentence(train, tmp_path):
+def test_the_error_of_an_invalid_plan_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "bandit.py").write_text(EXAMPLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for take in ("take_over", "ignore_from_now_on"):
+        monkeypatch.setattr(interrupts, take, lambda *_: None)
     for options, message in (
         ((), "name one with --plan"),
         (("--plan", "nowhere:plan"), "cannot be had"),
         (("--plan", "bandit:Player"), "cannot be called with"),
         (("--plan", "bandit:np.zeros", "--set", "arguments.shape = 1"), "expected a jurybox.training.runtime.Plan"),
     ):
-        done = train(*options, "--out", "run")
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        done = CliRunner().invoke(commands, ["plan", *options, "--out", "run"])
+        assert done.exit_code == 2 and message in done.output and "Traceback" not in done.output, done.output
 
 
 def test_all_public_names_exist_and_are_documented_on_the_page():

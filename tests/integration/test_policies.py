@@ -39,8 +39,8 @@ JUROR = "tests.unit.studies.photo.cheap_juror:middle_grey"
 @pytest.fixture(scope="module")
 def hockey_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hockey")
-    small = {"steps": 1200, "evaluate_every": 400, "checkpoint_every": 500, "evaluation_games": 1}
-    hockey.train(hockey_settings(**small), folder, serial=True)
+    small = {"steps": 600, "evaluate_every": 300, "checkpoint_every": 250, "evaluation_games": 1}
+    run(hockey.plan(hockey_settings(**small), folder), folder, toys.Rows(), serial=True)
     return folder
 
 
@@ -72,7 +72,7 @@ def command(monkeypatch):
 def test_a_run_lists_its_best_and_its_newest_policies(command, hockey_run, photo_run):
     output = command("list", hockey_run)
     lines = output.strip().splitlines()
-    assert lines[0].startswith("best") and "points" in lines[0] and "1,200 env steps" in output
+    assert lines[0].startswith("best") and "points" in lines[0] and "600 env steps" in output
     assert [each.best for each in policies(hockey_run)] == [True, False, False]
     assert "16 env steps" in command("list", photo_run)
 

@@ -27,7 +27,12 @@ from jurybox.training.policies import Policy, choose, export, play, policies
 from jurybox.training.runtime.plan import RunError
 
 SMALL = WorkflowTraining(
-    envs=4, total_episodes=24, episode_length=10, max_train_episodes_per_env=2, evaluation_episodes=8
+    envs=4,
+    total_episodes=24,
+    episode_length=10,
+    max_train_episodes_per_env=2,
+    evaluation_episodes=4,
+    ppo=PPOSettings(batch_size=40, n_epochs=1, hidden=(16,)),
 )
 
 

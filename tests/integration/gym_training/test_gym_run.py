@@ -100,14 +100,12 @@ def test_a_policy_that_remembers_learns_from_a_replay_in_processes_and_is_resume
     assert segments() <= before
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "env",
     [
-        pytest.param({"env": "CartPole-v1"}, marks=pytest.mark.runs),
-        pytest.param(
-            {"env": "tests.unit.gym_training.test_raw_observations:Sampled", "env_args": {"space": "parts"}},
-            marks=pytest.mark.runs,
-        ),
+        {"env": "CartPole-v1"},
+        {"env": "tests.unit.gym_training.test_raw_observations:Sampled", "env_args": {"space": "parts"}},
         {"env": CORRIDOR, "env_args": {"several": True}, "action_masks": True},
     ],
     ids=["CartPole", "Dict", "masks"],
@@ -159,7 +157,8 @@ def test_audits_of_an_environment_are_logged_and_drawn_and_not_rewarded(tmp_path
     returns = {}
     for world, audit in (("Audited", ("other",)), ("Mixed", ())):
         env = f"tests.unit.gym_training.gym_worlds:{world}"
-        settings = GymTraining(env=env, steps=640, n_steps=64, log_every=100, audit=audit)
+        small = {"n_steps": 64, "n_epochs": 2, "hidden": (16,), "evaluation_episodes": 2}
+        settings = GymTraining(env=env, steps=256, log_every=100, audit=audit, **small)
         returns[world] = train(settings, tmp_path / world, serial=True).evaluation
         rows = read_metrics(tmp_path / world / "metrics.csv")
         assert {row["audit_other"] for row in rows if "audit_other" in row} == ({0.25} if audit else set())

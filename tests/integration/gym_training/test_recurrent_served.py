@@ -113,12 +113,10 @@ def test_an_exported_policy_on_a_server_remembers_in_sessions(server, run) -> No
     np.testing.assert_allclose(state["memory"], policy._memory.numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("algorithm", "cell"),
-    [
-        ("ppo", "lstm"),
-        *(pytest.param(*each, marks=pytest.mark.runs) for each in (("ppo", "gru"), ("dqn", "lstm"), ("sac", "gru"))),
-    ],
+    [("ppo", "lstm"), ("ppo", "gru"), ("dqn", "lstm"), ("sac", "gru")],
 )
 def test_served_and_local_recurrent_policies_learn_the_same_serially(tmp_path, algorithm, cell) -> None:
     outcomes = {}

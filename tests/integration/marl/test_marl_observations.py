@@ -88,8 +88,8 @@ SMALL = {"env": VARIOUS, "hidden": (16,), "evaluation_episodes": 1, "batch_size"
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     out = tmp_path_factory.mktemp("various")
-    small = {**SMALL, "ppo": {"n_steps": 64}, "learning_rate": 0.01, "n_stack": 1}
-    train(MarlTraining(**small, steps=1280, log_dir=out), serial=True)
+    small = {**SMALL, "ppo": {"n_steps": 64, "n_epochs": 5}, "learning_rate": 0.02, "n_stack": 1}
+    train(MarlTraining(**small, steps=960, log_dir=out), serial=True)
     return out
 
 

@@ -82,7 +82,7 @@ def count_mixed_under_load(start: Start, fields, capacity: int, rows: int, *, ve
     [pytest.param(SMALL, 64, id="small"), pytest.param(LARGE, 16, id="large", marks=pytest.mark.runs)],
 )
 def test_no_row_is_mixed_under_four_writers(start, fields, capacity: int) -> None:
-    assert count_mixed_under_load(start, fields, capacity, 50_000 if fields is SMALL else 10_000) == 0
+    assert count_mixed_under_load(start, fields, capacity, 20_000 if fields is SMALL else 10_000) == 0
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_no_row_is_lost_from_four_writers(start) -> None:
 def test_killed_writers_lose_only_their_slots(start) -> None:
     with Replay.create(f"killed-{os.getpid()}", 64, LARGE, prioritized=True) as replay:
         killed = 0
-        for round_ in range(3):
+        for _ in range(2):
             writers = [start(replay.name, n, rows=16) for n in range(2)]
             for writer in writers:
                 wait_until_ready(writer)
@@ -124,7 +124,6 @@ def test_killed_writers_lose_only_their_slots(start) -> None:
                 writer.send_signal(signal.SIGKILL)
                 writer.wait()
                 killed += 1
-            del round_
         dead = int((replay.parts[0].sequences % 2).sum())
         assert dead <= killed  # each was writing at most one slot
         writer = start(replay.name, 7, rows=1, total=300)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -60,9 +63,28 @@ def test_a_traced_step_of_adam_is_torchs_and_so_is_its_state() -> None:
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_what_compiles_nothing_imports_none_of_torchs_compiler(monkeypatch) -> None:
+    """It takes seconds of a core, and a hundred megabytes, in every learner."""
+    for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
+        decorated = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        monkeypatch.delattr(decorated, "__dynamo_disable", raising=False)  # that it was imported for
+    monkeypatch.setattr("torch.manual_seed", inspect.unwrap(torch.manual_seed))  # which an import decorates
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # so that one fails
+    with pytest.raises(ImportError):
+        torch.optim.Adam([torch.zeros(1)])
+    for name in ("sac", "ppo"):
+        learner, other = made(name, False), made(name, False)
+        rows = (rollout if learner.on_policy else batch)(np.random.default_rng(0), name in DISCRETE)
+        learner.update(rows, START)
+        other.load_state_dict(learner.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(numbers(learner), numbers(other), strict=True))
+    other.optimiser.zero_grad()
+    assert all(each.grad is None for each in other.acting.parameters())
+
+
 CASES: list[tuple[str, dict]] = [
-    ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}), ("ppo", {"n_epochs": 2}),
-    ("ppo", {"n_epochs": 2, "target_kl": 0.05}), ("ppo", {"n_epochs": 2, "batch_size": 12}),
+    ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}),
+    ("ppo", {"n_epochs": 2}), ("ppo", {"n_epochs": 2, "target_kl": 0.05, "batch_size": 12}),
 ]  # fmt: skip
 
 
@@ -112,9 +134,9 @@ def _stepped(learner, name: str, number: int, rows: dict[str, torch.Tensor]) -> 
     learner.run(getattr(learner, steps[name]), rows)
 
 
-@pytest.mark.parametrize("name", ["sac", "td3", "dqn"])
+@pytest.mark.parametrize("name", ["sac", pytest.param("td3", marks=pytest.mark.runs), "dqn"])
 def test_a_compiled_update_is_as_exact_as_one_that_is_not(name, monkeypatch) -> None:
-    """How far both are from the same updates in float64, after forty of them, over how far these have moved."""
+    """How far both are from the same updates in float64, after twenty of them, over how far these have moved."""
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, given: graph)
     compiled, plain = (made(name, compiles, learning_rate=0.003) for compiles in (True, False))
     with _Double():
@@ -124,7 +146,7 @@ def test_a_compiled_update_is_as_exact_as_one_that_is_not(name, monkeypatch) -> 
                 module.load_state_dict(plain.parts()[part].state_dict())
     first = [each.detach().clone() for each in exact.acting.parameters()]
     rng = np.random.default_rng(1)
-    for number in range(40):
+    for number in range(20):
         rows = batch(rng, name in DISCRETE)
         noise = {key: torch.from_numpy(rng.normal(size=(16, 2)).astype(np.float32)) for key in ("noise", "next_noise")}
         rows |= {} if name == "dqn" else noise
@@ -198,16 +220,46 @@ def test_a_trace_carries_out_no_change_by_a_number() -> None:
     assert found[1].tolist() == [0.25, 0.25]
 
 
-@needs_compiler
-def test_a_graph_that_was_compiled_before_is_found_again_in_the_users_own_folder(tmp_path, monkeypatch) -> None:
-    from torch._dynamo.utils import counters
+@pytest.fixture
+def their_own_folder(tmp_path, monkeypatch):
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch's first import sets it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jurybox" / "compiled"
+
+
+def _compiled_sum() -> list[float]:
+    step = CompiledStep(lambda given: {"sum": given["a"] + 3 * given["a"].exp()})
+    return step({"a": torch.zeros(4)})["sum"].tolist()
+
+
+def test_a_compiler_gets_the_users_own_folder_and_what_lets_it_keep_graphs(their_own_folder, monkeypatch) -> None:
+    from torch._guards import TracingContext
+
+    seen = []
+
+    def compile_fx(graph, given):
+        seen.append((os.environ["TORCHINDUCTOR_CACHE_DIR"], TracingContext.get().fake_mode.shape_env))
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    assert _compiled_sum() == [3.0] * 4
+    ((folder, shapes),) = seen
+    assert folder == str(their_own_folder) and shapes is not None
+    assert their_own_folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    assert _compiled_sum() == [3.0] * 4
+    assert seen[1][0] == "/chosen"
+
+
+@needs_compiler
+@pytest.mark.runs
+def test_a_graph_that_was_compiled_before_is_found_again_in_the_users_own_folder(their_own_folder) -> None:
+    from torch._dynamo.utils import counters
+
     counters.clear()
     for _ in range(2):
-        step = CompiledStep(lambda given: {"sum": given["a"] + 3 * given["a"].exp()})
-        assert step({"a": torch.zeros(4)})["sum"].tolist() == [3.0] * 4
+        assert _compiled_sum() == [3.0] * 4
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
-    assert list((tmp_path / "jurybox" / "compiled").iterdir())
+    assert list(their_own_folder.iterdir())

@@ -121,8 +121,8 @@ def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
 )
 def test_it_learns_a_bandit_with_every_switch_thrown(off) -> None:
     random = np.random.default_rng(0)
-    learner = refined(replace(SETTINGS, learning_rate=0.01, **off), seed=1)
-    for _ in range(25):
+    learner = refined(replace(SETTINGS, learning_rate=0.03, **off), seed=1)
+    for _ in range(10):
         told = learner.update(played(learner, random), START)
     assert learner.greedy(outputs_of(learner, np.eye(2, dtype=np.float32))).tolist() == [1, 3]
     assert told.metrics.keys() == set(PPO.metrics) and learner.gradient_steps > 20

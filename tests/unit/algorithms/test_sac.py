@@ -142,7 +142,7 @@ def test_it_learns_the_rewarded_action() -> None:
     """A bandit: the nearer the action is to 0.5, the better."""
     sac = learner(learning_rate=0.01, ent_coef=0.01)
     noise = torch.Generator().manual_seed(0)
-    for _ in range(300):
+    for _ in range(150):
         action = torch.rand(64, 2, generator=noise) * 2 - 1
         data = {**batch(64), "action": action, "reward": -(action - 0.5).square().sum(1), "discount": torch.zeros(64)}
         sac.update(data, START)

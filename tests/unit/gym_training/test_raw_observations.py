@@ -110,13 +110,13 @@ def test_a_network_computes_the_same_from_rows_and_from_observations_of_any_spac
 
 
 CASES = [
-    ("ppo", "parts", {}),
     ("sac", "a pair", {}),
     ("ppo", "bytes", {"numbers": True, "bounded": False}),
     ("ppo", "parts", {"actions": "choices", "masks": True}),
     ("dqn", "parts", {"masks": True}),
 ]
 MORE = [
+    ("ppo", "parts", {}),
     ("ppo", "bytes", {}),
     ("dqn", "parts", {}),
     ("td3", "a pair", {}),

@@ -141,7 +141,7 @@ class Told:
         return action.numpy()
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", pytest.param("gru", marks=pytest.mark.runs)])
 def test_an_exported_policy_remembers_as_the_played_one_and_each_episode_begins_with_nothing(tmp_path, cell) -> None:
     policy = loaded(tmp_path / "run", recurrent=cell, hidden_size=6)
     with torch.no_grad():  # so large that what it remembers decides

@@ -115,8 +115,10 @@ def test_a_step_tells_of_the_environments_that_acted(mode) -> None:
     assert len(steps) == taken and set(steps) == {1.0, 2.0, 3.0, 4.0}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("algorithm", "truncates"), [("dqn", True), ("dqn", False), ("ppo", False)])
+@pytest.mark.parametrize(
+    ("algorithm", "truncates", "mode"),
+    [*(("dqn", truncates, mode) for truncates in (True, False) for mode in MODES), ("ppo", False, MODES[0])],
+)
 def test_no_row_of_a_training_goes_over_the_end_of_an_episode(tmp_path, mode, algorithm, truncates) -> None:
     own = {"n_steps": 8, "batch_size": 8} if algorithm == "ppo" else {"learning_starts": 8, "buffer_size": 500}
     settings = GymTraining(

@@ -41,7 +41,7 @@ def play(replay: Replay, lengths: list[int], kinds: list[str], stream=None) -> N
             writer.end()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.sampled_from(["terminated", "truncated"])), min_size=1, max_size=8),
     st.integers(1, 5),

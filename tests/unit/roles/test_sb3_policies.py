@@ -68,7 +68,7 @@ def model(seed, kind="PPO", observation="numbers", action="one", normalize=False
     if stack:
         env = VecFrameStack(env, stack)
     on = {"n_steps": 8} if kind in ("PPO", "A2C") else {"learning_starts": 4, "buffer_size": 50}
-    batch = {} if kind == "A2C" else {"batch_size": 8}
+    batch = {"A2C": {}, "PPO": {"batch_size": 8, "n_epochs": 1}}.get(kind, {"batch_size": 8})
     first = "Cnn" if observation in ("picture", "channels") else "MultiInput" if observation == "parts" else "Mlp"
     own = {"net_arch": [8]}
     return getattr(stable_baselines3, kind)(
@@ -95,14 +95,15 @@ def predicted(policy, arguments, observations):
     return found
 
 
-ON_POLICY = [("PPO", each, "one") for each in OBSERVATIONS] + [
-    ("PPO", "numbers", each) for each in ACTIONS if each != "one"
-]
-OFF_POLICY = [("SAC", "numbers", "box"), ("TD3", "parts", "high"), ("DDPG", "numbers", "box"), ("DQN", "parts", "one")]
+ON_POLICY = [("PPO", each, action) for each, action in zip(OBSERVATIONS, [*ACTIONS] * 2, strict=False)]
+OFF_POLICY = [("SAC", "numbers", "box"), ("TD3", "parts", "high"), ("DQN", "parts", "one")]
+# Whose policies are of the same classes.
+MORE = [("A2C", "numbers", "box"), ("DDPG", "numbers", "box"), ("DQN", "bytes", "one")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "observation", "action"), [*ON_POLICY, ("A2C", "numbers", "box"), ("DQN", "bytes", "one"), *OFF_POLICY]
+    ("kind", "observation", "action"),
+    [*ON_POLICY, *OFF_POLICY, *(pytest.param(*each, marks=pytest.mark.runs) for each in MORE)],
 )
 def test_it_acts_as_its_model_predicts_here_and_exported(tmp_path, kind, observation, action):
     arguments = {"kind": kind, "observation": observation, "action": action}

@@ -34,6 +34,22 @@ def nothing_left():
     assert segments() - before == set()
 
 
+class Noticing(Local):
+    """Has something to say that is about no role, as a launcher on many machines."""
+
+    def start(self, *arguments):
+        process = super().start(*arguments)
+        of_role, notices = process.messages, [{"kind": "notice", "text": "a machine has joined"}]
+
+        def messages():
+            while notices:
+                yield notices.pop()
+            yield from of_role()
+
+        process.messages = messages
+        return process
+
+
 def test_processes_make_the_steps_that_the_serial_run_makes(tmp_path):
     rows = Rows()
     trail = tmp_path / "trail"
@@ -41,6 +57,7 @@ def test_processes_make_the_steps_that_the_serial_run_makes(tmp_path):
         plan(steps=400, actors=2, actor={"trail": str(trail)}, collect=2, warmup=20, evaluate=200, log_every=100),
         tmp_path,
         rows,
+        launcher=Noticing(),
     )
     assert outcome.end is End.STEPS and not outcome.serial and outcome.restarts == 0
     # Two actors may look at the budget in the same moment.
@@ -53,6 +70,9 @@ def test_processes_make_the_steps_that_the_serial_run_makes(tmp_path):
     assert any("loss" in values for _, values in rows)
     for name in ("actor-0", "actor-1", "learner", "judge", "run"):
         assert (tmp_path / "logs" / f"{name}.log").stat().st_size > 0
+    lines = (tmp_path / "logs" / "run.log").read_text().splitlines()
+    noticed = [line.partition(" ")[2] for line in lines if "a machine has joined" in line]
+    assert noticed == ["a machine has joined"] * 4, "from the processes of all roles, in the name of none"
     lanes = Timeline.read(tmp_path / "timeline.json").lanes
     assert [lane.role for lane in lanes] == ["actor-0", "actor-1", "learner", "judge"]
     assert all(start <= end for lane in lanes for start, end, _ in lane.intervals)
@@ -104,55 +124,42 @@ def test_an_actor_that_is_too_far_behind_looks_at_once_and_it_is_counted(tmp_pat
 
 
 def test_a_resumed_run_continues_where_it_ended(tmp_path):
-    run(plan(steps=100, actors=2), tmp_path, Rows())
-    outcome = run(plan(steps=200, actors=2), tmp_path, Rows(), resume=True)
-    assert 200 <= outcome.env_steps <= 201 and outcome.learner_steps == 90
+    run(plan(steps=100), tmp_path, Rows())
+    outcome = run(plan(steps=200), tmp_path, Rows(), resume=True)
+    assert outcome.env_steps == 200 and outcome.learner_steps == 90
     assert outcome.episodes >= 18
 
 
-def test_a_stop_ends_it_in_order_with_a_checkpoint(tmp_path):
-    signals = Signals()
-
-    def watch(shared):
-        if not signals.count and shared.scoreboard.learner_steps:
-            signals.ask()
-
-    outcome = run(plan(steps=10**9, timeouts=Timeouts(stop=60.0)), tmp_path, Rows(), signals=signals, watch=watch)
-    assert outcome.end is End.SIGNAL
-    said = json.loads(next((tmp_path / "checkpoints").glob("step-*/run.json")).read_text())
-    assert said["env_steps"] > 0
-    assert "stops on request" in (tmp_path / "logs" / "learner.log").read_text()
-
-
-def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
-    signals, asked = Signals(), []
+def test_the_first_signal_ends_it_in_order_with_a_checkpoint_and_does_not_wait_for_an_evaluation(tmp_path):
+    """A terminal's Ctrl-C reaches the whole group; roles must not die of it."""
+    asked = []
 
     def watch(shared):
         if (
-            not signals.count
+            not asked
             and shared.scoreboard.words[2][Word.STATE] == State.RUNNING
             and shared.scoreboard.learner_steps > 100
         ):
             asked.append(time.monotonic())
-            signals.ask()
+            os.kill(os.getpid(), signal.SIGINT)
 
     planned = plan(steps=10**9, evaluate=20, judge={"pause": 3600.0}, timeouts=Timeouts(stop=60.0))
-    outcome = run(planned, tmp_path, Rows(), signals=signals, watch=watch)
-    assert outcome.end is End.SIGNAL and list((tmp_path / "checkpoints").glob("step-*/run.json"))
+    outcome = run(planned, tmp_path, Rows(), watch=watch)
+    assert outcome.end is End.SIGNAL and outcome.restarts == 0
+    said = json.loads(next((tmp_path / "checkpoints").glob("step-*/run.json")).read_text())
+    assert said["env_steps"] > 0
+    assert "stops on request" in (tmp_path / "logs" / "learner.log").read_text()
     assert time.monotonic() - asked[0] < 30.0
 
 
-@pytest.mark.parametrize("serial", [True, False])
-def test_time_that_is_up_ends_the_run_with_a_last_evaluation(tmp_path, serial):
-    budget = Budget(steps=10**9, seconds=0.5 if serial else 3.0)
-    outcome = run(plan(budget=budget, evaluate=10**9, actor={"pause": 0.005}), tmp_path, Rows(), serial=serial)
+def test_time_that_is_up_ends_a_serial_run_with_a_last_evaluation(tmp_path):
+    budget = Budget(steps=10**9, seconds=0.5)
+    outcome = run(plan(budget=budget, evaluate=10**9, actor={"pause": 0.005}), tmp_path, Rows(), serial=True)
     assert outcome.end is End.SECONDS
-    if not serial and not outcome.env_steps:
-        pytest.skip("this machine is too busy to start a process in three seconds")
     assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5
 
 
-def test_time_that_is_up_also_ends_learners_that_are_far_behind(tmp_path):
+def test_time_that_is_up_ends_processes_with_a_last_evaluation_and_learners_that_are_far_behind(tmp_path):
     slow = {"learner": {"pause": 0.05}, "collect": 1, "slack": 10**9}
     planned = plan(budget=Budget(steps=10**9, seconds=3.0), evaluate=10**9, timeouts=Timeouts(save=30.0), **slow)
     outcome = run(planned, tmp_path, Rows())
@@ -162,17 +169,23 @@ def test_time_that_is_up_also_ends_learners_that_are_far_behind(tmp_path):
     assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5, "there was no wait of 30 s"
 
 
+FREE = {"steps": 300, "free": True, "slack": None}
+
+
+def test_a_serial_run_in_a_free_pace_keeps_the_ratio(tmp_path):
+    assert run(plan(**FREE), tmp_path, Rows(), serial=True).learner_steps == (300 - 20) // 2
+
+
+@pytest.mark.runs
 def test_in_a_free_pace_neither_side_has_the_others_speed(tmp_path):
-    free = {"steps": 300, "free": True, "slack": None}
     ratio = (300 - 20) // 2
-    fast = run(plan(**free, actor={"pause": 0.01}), tmp_path / "fast", Rows())
+    fast = run(plan(**FREE, actor={"pause": 0.01}), tmp_path / "fast", Rows())
     assert fast.env_steps == 300 and fast.learner_steps > ratio
-    slow = run(plan(**free, learner={"pause": 0.1}), tmp_path / "slow", Rows())
+    slow = run(plan(**FREE, learner={"pause": 0.1}), tmp_path / "slow", Rows())
     assert slow.env_steps == 300 and slow.learner_steps < ratio
-    assert run(plan(**free), tmp_path / "serial", Rows(), serial=True).learner_steps == ratio
 
 
-@pytest.mark.parametrize("stopped", ["actor-0", "learner"])
+@pytest.mark.parametrize("stopped", ["actor-0", pytest.param("learner", marks=pytest.mark.runs)])
 def test_in_a_free_pace_each_side_goes_on_while_the_other_stands_still(tmp_path, stopped):
     planned = plan(
         steps=10**9, free=True, slack=None, actor={"pause": 0.001}, timeouts=Timeouts(actor=600, learner=600)
@@ -213,29 +226,6 @@ def test_a_failed_run_continues_serially_if_requested(tmp_path):
     assert "1 times in a row (limit: 1)" in log and log.endswith(f"the run is over: {End.STEPS.value}\n")
 
 
-class Noticing(Local):
-    """Has something to say that is about no role, as a launcher on many machines."""
-
-    def start(self, *arguments):
-        process = super().start(*arguments)
-        of_role, notices = process.messages, [{"kind": "notice", "text": "a machine has joined"}]
-
-        def messages():
-            while notices:
-                yield notices.pop()
-            yield from of_role()
-
-        process.messages = messages
-        return process
-
-
-def test_what_a_launcher_notices_is_not_said_in_the_name_of_a_role(tmp_path):
-    run(plan(steps=30), tmp_path, Rows(), launcher=Noticing())
-    lines = (tmp_path / "logs" / "run.log").read_text().splitlines()
-    noticed = [line.partition(" ")[2] for line in lines if "a machine has joined" in line]
-    assert noticed == ["a machine has joined"] * 2, "from the processes of both roles"
-
-
 def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
     outcome = run(plan(steps=150, actor={"hang_at": 40}, timeouts=Timeouts(actor=1.0)), tmp_path, Rows())
     # More restarts where the machine gives one of the others no turn for so long.
@@ -243,6 +233,7 @@ def test_a_role_that_hangs_is_restarted_and_named(tmp_path):
     assert "actor-0 has given no sign of life" in (tmp_path / "logs" / "run.log").read_text()
 
 
+@pytest.mark.runs
 def test_a_role_that_hangs_in_every_life_ends_the_run(tmp_path):
     signals = Signals()
 
@@ -344,6 +335,7 @@ def test_the_sums_of_priorities_that_a_killed_role_left_wrong_are_corrected_at_t
     assert after == right == before + 10**6
 
 
+@pytest.mark.runs
 def test_a_killed_role_joins_where_the_others_are(tmp_path):
     killed = []
 
@@ -366,15 +358,3 @@ def test_a_killed_role_joins_where_the_others_are(tmp_path):
     begun = len(trail.read_text().splitlines())
     assert outcome.env_steps <= begun <= outcome.env_steps + 1
     assert outcome.learner_steps == 190
-
-
-def test_the_first_signal_reaches_only_the_run(tmp_path):
-    """A terminal's Ctrl-C reaches the whole group; roles must not die of it."""
-    sent = []
-
-    def watch(shared):
-        if not sent and shared.scoreboard.learner_steps:
-            sent.append(os.kill(os.getpid(), signal.SIGINT))
-
-    outcome = run(plan(steps=10**9), tmp_path, Rows(), watch=watch)
-    assert outcome.end is End.SIGNAL and outcome.restarts == 0

@@ -96,6 +96,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
     wait_until(lambda: segments() - before == set(), 30)
 
 
+@pytest.mark.runs
 def test_so_does_a_photo_training(tmp_path):
     begun(tmp_path, PHOTO)
     said = Said()

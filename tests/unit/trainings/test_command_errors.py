@@ -177,10 +177,13 @@ def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(t
         patched.setattr(photo_run, "evaluate_policy", gone)
         photo_run.run(PHOTO, tmp_path, Watcher(), command="jurybox train photo", serial=True)
     assert "the server went away" in (tmp_path / "report.html").read_text()
-    assert '"env_steps": 32' in (tmp_path / "summary.json").read_text()
+    summary = (tmp_path / "summary.json").read_text()
+    assert '"env_steps": 32' in summary and "evaluation_failed" in summary
     assert photo_run.evaluate_policy is evaluate_policy
     photo_run.run(PHOTO, tmp_path, Watcher(), command="", resume=True, serial=True)
     assert "held-out photos" in (tmp_path / "report.html").read_text()
+    summary = (tmp_path / "summary.json").read_text()
+    assert "verdict" in summary and "evaluation_failed" not in summary, "what failed is reported no longer"
 
 
 def test_a_missing_learned_distance_is_an_error_before_the_training(tmp_path):

@@ -1,15 +1,12 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from functools import partial
 
 import numpy as np
 import psutil
 import pytest
-from tests.serving import wait_until
 from tests.unit.trainings.worker_environments import Counting, WithOpenCV, broken
 from tests.unit.vector.vector_environments import Counter
 
@@ -18,9 +15,16 @@ from jurybox.training.vector.sb3_env import WorkerVecEnv
 from jurybox.training.vector.worker import WorkerFailed
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def workers():
     made = WorkerVecEnv([partial(Counting, "left"), partial(Counting, "right")])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_workers():
+    made = WorkerVecEnv([Counting, Counting])
     yield made
     made.close()
 
@@ -38,6 +42,7 @@ def test_steps_resets_attributes_and_methods_reach_every_environment(workers):
     assert workers.get_attr("name") == ["left", "right"]
     workers.set_attr("name", "middle", indices=[1])
     assert workers.get_attr("name") == ["left", "middle"]
+    workers.set_attr("name", "right", indices=[1])
     assert workers.env_method("seen", indices=[0])[0].tolist() == [40, 1]
 
 
@@ -87,46 +92,18 @@ def test_an_environment_that_cannot_be_created_is_an_error_and_no_worker_is_left
     assert psutil.Process().children() == before
 
 
-def test_a_worker_that_dies_is_named_with_its_exit_status(workers):
-    workers.reset()
+def test_a_worker_that_dies_is_named_with_its_exit_status(own_workers):
+    own_workers.reset()
     with pytest.raises(WorkerFailed, match=r"worker 1 \(process \d+\) ended; exit status 7"):
-        workers.step(actions(0, -1))
+        own_workers.step(actions(0, -1))
 
 
-def test_closing_ends_workers_in_the_middle_of_a_step_and_twice_is_no_error(workers):
-    workers.reset()
-    workers.step_async(actions(0, 0))
-    workers.close()
-    workers.close()
-    assert all(process.poll() is not None for process in workers.processes)
-
-
-def test_workers_die_with_a_learner_that_is_killed_even_while_they_wait():
-    script = (
-        "from jurybox.training.vector.sb3_env import WorkerVecEnv\n"
-        "from tests.unit.trainings.worker_environments import Counting\n"
-        "import sys, numpy as np\n"
-        "workers = WorkerVecEnv([Counting, Counting])\n"
-        "workers.reset()\n"
-        "workers.step_async(np.ones((2, 1)))\n"
-        "print(*(process.pid for process in workers.processes), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    learner = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in learner.stdout.readline().split()]
-    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
-    os.kill(learner.pid, signal.SIGKILL)
-    learner.wait()
-    wait_until(lambda: not any(alive(pid) for pid in pids), 30, "the workers' end")
-    learner.stdin.close()
-    learner.stdout.close()
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def test_closing_ends_workers_in_the_middle_of_a_step_and_twice_is_no_error(own_workers):
+    own_workers.reset()
+    own_workers.step_async(actions(0, 0))
+    own_workers.close()
+    own_workers.close()
+    assert all(process.poll() is not None for process in own_workers.processes)
 
 
 def test_an_environment_that_hangs_is_an_error_after_a_time_out() -> None:

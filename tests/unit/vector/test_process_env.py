@@ -86,8 +86,22 @@ def test_attributes_and_methods_reach_every_environment(pair) -> None:
     assert set(ours.pids) == set(ours.call("pid"))
 
 
+@pytest.fixture(scope="module")
+def counters():
+    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
+        yield env
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """As Stable-Baselines3 wants them."""
+    env = WorkerVecEnv([partial(Counter, name) for name in range(2)])
+    yield env
+    env.close()
+
+
 def test_nested_spaces_and_lambdas_travel() -> None:
-    with ProcessVectorEnv([lambda name=name: Nested() for name in range(3)], workers=2) as env:
+    with ProcessVectorEnv([lambda name=name: Nested() for name in range(3)], workers=1) as env:
         env.reset(seed=0)
         actions = {"a": np.array([[0.5, 0], [0.25, 0], [0, 1]], np.float32), "b": np.array([1, 2, 3])}
         observations, *_ = env.step(actions)
@@ -97,15 +111,15 @@ def test_nested_spaces_and_lambdas_travel() -> None:
 
 
 def test_the_first_that_are_ready_come_first() -> None:
-    slow = [partial(Counter, name, length=50, slow=4.0 if name == 0 else 0.0) for name in range(4)]
-    with ProcessVectorEnv(slow, workers=4, batch_size=3) as env:
+    slow = [partial(Counter, name, length=50, slow=4.0 if name == 0 else 0.0) for name in range(3)]
+    with ProcessVectorEnv(slow, workers=3, batch_size=2) as env:
         env.reset(seed=0)
-        env.send(np.zeros(4, int))
+        env.send(np.zeros(3, int))
         observations, rewards, _, _, infos = env.recv()
-        assert sorted(infos["env_id"]) == [1, 2, 3] and rewards.tolist() == [1.0] * 3
+        assert sorted(infos["env_id"]) == [1, 2] and rewards.tolist() == [1.0] * 2
         assert observations[:, 0].tolist() == infos["env_id"].tolist()
         for _ in range(3):
-            env.send(np.zeros(3, int), infos["env_id"])
+            env.send(np.zeros(2, int), infos["env_id"])
             infos = env.recv()[4]
             assert 0 not in infos["env_id"]
         with pytest.raises(RuntimeError, match="have an action already"):
@@ -124,22 +138,20 @@ def test_an_early_recv_loses_nothing() -> None:
         assert env.recv(timeout=10.0)[1].tolist() == [1.0]
 
 
-def test_a_reset_drops_steps_that_are_under_way() -> None:
-    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
-        env.reset(seed=1)
-        env.send(np.zeros(3, int))
-        observations, _ = env.reset(seed=5)
-        assert observations[:, 1].tolist() == [5, 6, 7] and observations[:, 3].tolist() == [0, 0, 0]
-        assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+def test_a_reset_drops_steps_that_are_under_way(counters) -> None:
+    counters.reset(seed=1)
+    counters.send(np.zeros(3, int))
+    observations, _ = counters.reset(seed=5)
+    assert observations[:, 1].tolist() == [5, 6, 7] and observations[:, 3].tolist() == [0, 0, 0]
+    assert counters.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
 
 
-def test_an_environments_exception_is_raised_here_with_its_traceback() -> None:
-    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
-        env.reset()
-        with pytest.raises(WorkerFailed, match=r"worker 1: ValueError: the third wheel came off[\s\S]*in step"):
-            env.step(np.array([0, 0, 8]))
-        env.reset(seed=2)
-        assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+def test_an_environments_exception_is_raised_here_with_its_traceback(counters) -> None:
+    counters.reset()
+    with pytest.raises(WorkerFailed, match=r"worker 1: ValueError: the third wheel came off[\s\S]*in step"):
+        counters.step(np.array([0, 0, 8]))
+    counters.reset(seed=2)
+    assert counters.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
 
 
 @contextmanager
@@ -161,19 +173,19 @@ def interrupted_after(seconds: float):
 
 
 @pytest.mark.parametrize("error", [False, True])
-def test_a_call_after_one_that_was_interrupted_gets_its_own_answer(error) -> None:
-    with ProcessVectorEnv([partial(Counter, name) for name in range(3)], workers=2) as env:
-        env.reset(seed=1)
-        for _ in range(2):
-            with interrupted_after(0.2):
-                env.call("nap", 1.0, error)
-        assert [member.busy_since for member in env._pool._members] == [None, None], "a later step has all its time"
-        assert env.get_attr("name") == (0, 1, 2)
+def test_a_call_after_one_that_was_interrupted_gets_its_own_answer(counters, error) -> None:
+    counters.reset(seed=1)
+    for _ in range(2):
         with interrupted_after(0.2):
-            env.call("nap", 1.0, error)
-        assert env.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
-        assert env.call("nap", 0.0) == ("slept",) * 3
-        assert env._pool.restarts == 0
+            counters.call("nap", 1.0, error)
+    members = counters._pool._members
+    assert [member.busy_since for member in members] == [None, None], "a later step has all its time"
+    assert counters.get_attr("name") == (0, 1, 2)
+    with interrupted_after(0.2):
+        counters.call("nap", 1.0, error)
+    assert counters.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
+    assert counters.call("nap", 0.0) == ("slept",) * 3
+    assert counters._pool.restarts == 0
 
 
 @pytest.mark.parametrize("side", ["send_bytes", "recv_bytes"])
@@ -193,18 +205,14 @@ def test_a_worker_with_whom_a_message_was_interrupted_is_replaced(monkeypatch, s
 
 
 @pytest.mark.parametrize("error", [False, True])
-def test_a_call_of_stable_baselines_workers_after_one_that_was_interrupted_gets_its_own_answer(error) -> None:
-    env = WorkerVecEnv([partial(Counter, name) for name in range(2)])
-    try:
-        env.reset()
-        with interrupted_after(0.2):
-            env.env_method("nap", 1.0, error)
-        assert env.get_attr("name") == [0, 1]
-        with interrupted_after(0.2):
-            env.env_method("nap", 1.0, error)
-        assert env.step([0, 0])[1].tolist() == [1.0] * 2
-    finally:
-        env.close()
+def test_a_call_of_stable_baselines_workers_after_one_that_was_interrupted_gets_its_own_answer(workers, error) -> None:
+    workers.reset()
+    with interrupted_after(0.2):
+        workers.env_method("nap", 1.0, error)
+    assert workers.get_attr("name") == [0, 1]
+    with interrupted_after(0.2):
+        workers.env_method("nap", 1.0, error)
+    assert workers.step([0, 0])[1].tolist() == [1.0] * 2
 
 
 def test_environments_that_cannot_be_created_or_differ_are_errors() -> None:
@@ -246,24 +254,20 @@ def in_a_forked_child(work) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_refused_and_receives_none_of_its_parents_answers() -> None:
-    with ProcessVectorEnv([partial(Counter, name) for name in range(2)], workers=2) as env:
-        env.reset(seed=1)
-        assert b"Refused: these environments belong to process" in in_a_forked_child(lambda: env.step(np.zeros(2, int)))
-        assert in_a_forked_child(env.close) == b"None", "its copy alone is closed"
-        assert env.step(np.zeros(2, int))[1].tolist() == [1.0] * 2
+def test_a_forked_child_is_refused_and_receives_none_of_its_parents_answers(counters) -> None:
+    counters.reset(seed=1)
+    refused = in_a_forked_child(lambda: counters.step(np.zeros(3, int)))
+    assert b"Refused: these environments belong to process" in refused
+    assert in_a_forked_child(counters.close) == b"None", "its copy alone is closed"
+    assert counters.step(np.zeros(3, int))[1].tolist() == [1.0] * 3
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_refused_by_stable_baselines_workers_too() -> None:
-    env = WorkerVecEnv([partial(gymnasium.make, "CartPole-v1")] * 2)
-    try:
-        env.reset()
-        assert b"WorkerFailed: worker 0 belongs to process" in in_a_forked_child(env.reset)
-        assert in_a_forked_child(env.close) == b"None"
-        assert env.step([0, 1])[1].tolist() == [1.0] * 2
-    finally:
-        env.close()
+def test_a_forked_child_is_refused_by_stable_baselines_workers_too(workers) -> None:
+    workers.reset()
+    assert b"WorkerFailed: worker 0 belongs to process" in in_a_forked_child(workers.reset)
+    assert in_a_forked_child(workers.close) == b"None"
+    assert workers.step([0, 1])[1].tolist() == [1.0] * 2
 
 
 SAID = [

@@ -186,7 +186,7 @@ def standing(left, right_name: str, n: int = 60) -> tuple[float, float, float]:
 
 def test_bots_beat_a_random_player() -> None:
     for name in ("weak", "strong"):
-        wins, _, losses = standing(RandomPlayer(), name, 30)
+        wins, _, losses = standing(RandomPlayer(), name, 12)
         assert losses > wins + 0.1
 
 
@@ -215,6 +215,6 @@ def test_bots_reach_the_speeds_that_were_measured() -> None:
             np.maximum(most, np.abs(observation), out=most)
             return super().act(observation)
 
-    standing(Seen("strong"), "weak", 30)
+    standing(Seen("strong"), "weak", 15)
     assert 9.5 < most[3] < 11.5 and most[12] < 5.2 and 2.9 < most[13] < 3.2
     assert 45 < most[14] < 63 and most[2] < 1.7 and most[16] == 15

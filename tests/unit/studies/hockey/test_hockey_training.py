@@ -79,19 +79,19 @@ def test_a_resumed_serial_run_depends_on_its_checkpoint_alone(
 
 
 def test_the_learner_waits_until_rows_of_many_games_can_be_sampled(tmp_path: Path) -> None:
-    s = settings(envs=32, learning_starts=32, steps=640)
+    s = settings(envs=12, learning_starts=12, steps=200)
     assert s.learning_starts * 2 < s.unsampled, "the first step is due before any row has its successors"
     outcome = run(plan(s, tmp_path), tmp_path, Nothing(), serial=True)
-    assert outcome.learner_steps == outcome.env_steps // 10 - 32 // 10
+    assert outcome.learner_steps == outcome.env_steps // 10 - 12 // 10
 
 
 def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path, monkeypatch) -> None:
     before = set(os.listdir(directory()))
     monkeypatch.setattr(hockey_report, "_FILM_EVERY", 25)  # a picture of each half a second
-    s = settings(steps=1300, evaluate_every=1000, matrix_games=1, film_games=1)
+    s = settings(steps=600, evaluate_every=500, matrix_games=1, film_games=1)
     outcome = train(s, tmp_path, serial=True)
     assert set(os.listdir(directory())) == before
-    assert outcome.env_steps >= 1300 and outcome.learner_steps >= 100
+    assert outcome.env_steps >= 600 and outcome.learner_steps >= 30
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert {"seconds", "wins", "critic_loss", "eval_wins_weak", "eval_losses_strong"} <= set(lines[0].split(","))
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -102,7 +102,7 @@ def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tm
     assert "data:image/gif;base64," in report and "learned against strong" in report and "Games won" in report
     assert (tmp_path / "checkpoints" / "best" / "weights-policy.state").exists()
     with pytest.raises(CheckpointError, match="batch_size"):
-        train(settings(steps=1400, batch_size=8), tmp_path, serial=True, resume=True)
+        train(settings(steps=700, batch_size=8), tmp_path, serial=True, resume=True)
 
 
 def test_nothing_to_resume_is_reported(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring(tmp
         starts = 10**6 if warm else 1
         with hockey_actor(tmp_path, odds, anchor_size=size, learning_starts=starts) as actor:
             actor.context.words[Word.ENV_STEPS] = 1
-            played(actor, 1500)
+            played(actor, 700)
             replay = actor.context.replay("policy")
             ring, kept = (part.ring.size for part in replay.parts)
             if kept and not ring:
@@ -153,13 +153,13 @@ def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring(tmp
             return ring, kept
 
     ring, kept = opponents_seen({"pool:7": 1.0})
-    assert kept == 0 and ring >= 3000, "games against past selves are overwritten in their time"
+    assert kept == 0 and ring >= 1400, "games against past selves are overwritten in their time"
     ring, kept = opponents_seen({"anchor:weak": 1.0}, warm=True)
-    assert kept == 0 and ring >= 3000, "what was played at random is nothing to keep"
+    assert kept == 0 and ring >= 1400, "what was played at random is nothing to keep"
     ring, kept = opponents_seen({"anchor:weak": 1.0}, size=5000)
-    assert ring == 0 and kept >= 3000
-    ring, kept = opponents_seen({"anchor:weak": 1.0}, size=1000)
-    assert kept == 1000 and ring > 500, "once it is full, games begin in the ring again"
+    assert ring == 0 and kept >= 1400
+    ring, kept = opponents_seen({"anchor:weak": 1.0}, size=400)
+    assert kept == 400 and ring > 200, "once it is full, games begin in the ring again"
 
 
 def test_each_batch_contains_a_share_of_the_anchor(tmp_path: Path, monkeypatch) -> None:
@@ -243,7 +243,7 @@ def test_one_half_is_asked_for_before_the_other_steps(tmp_path: Path) -> None:
 
 def test_rows_contain_observations_actions_and_rewards_of_both_players(tmp_path: Path) -> None:
     with hockey_actor(tmp_path, shaping={"touch": 0.5}, learning_starts=10**6) as actor:
-        steps, results = played(actor, 3000)
+        steps, results = played(actor, 1500)
         replay = actor.context.replay("policy")
         ties = sum(result["ties"] for result in results)
         assert replay.added == 2 * (steps + ties), "a game cut short keeps its last observation as well"

@@ -39,7 +39,7 @@ SETTINGS = WorkflowTraining(
     mixed_share=0.2,
     final_share=0.2,
     min_judged=1,
-    ppo=PPOSettings(batch_size=48, hidden=(16,)),
+    ppo=PPOSettings(batch_size=96, n_epochs=1, hidden=(16,)),
 )
 
 
@@ -76,14 +76,16 @@ def trainer(**changed) -> WorkflowTrainer:
     return WorkflowTrainer(Context(), settings, environments.make(settings, 0), environments.make(settings, 1))
 
 
-def test_it_trains_without_a_workflow_then_all_then_searches_then_trains_the_best() -> None:
-    it = trainer()
-    phases = []
-    while not it.done:
-        phases.append(it.phase)
-        it.advance()
-    assert sorted(set(phases), key=phases.index) == [REFERENCE, MIXED, SEARCH, FINAL] and it.phase == DONE
-    assert [phases.count(phase) for phase in (REFERENCE, MIXED, SEARCH, FINAL)] == [4, 4, 8, 4]
+def test_it_trains_without_a_workflow_then_all_for_a_falling_reward_then_searches_then_trains_the_best(
+    monkeypatch,
+) -> None:
+    it = trainer(alignment_reward="lin_2_1")
+    paid = rewards_of(it, monkeypatch)
+    assert list(paid) == [REFERENCE, MIXED, SEARCH, FINAL] and it.phase == DONE
+    assert [len(rewards) for rewards in paid.values()] == [4, 4, 8, 4]
+    assert paid[REFERENCE] == [2.0] * 4
+    assert paid[MIXED] == pytest.approx([2.0, 1.75, 1.5, 1.25])
+    assert set(paid[SEARCH] + paid[FINAL]) == {1.0}
     assert it.episodes == 160 and it.env_steps == 160 * 12
     assert it.reference is not None and it.final is not None
     best = max(it.search.trace, key=lambda trial: trial.score)
@@ -93,8 +95,8 @@ def test_it_trains_without_a_workflow_then_all_then_searches_then_trains_the_bes
 
 def test_all_orders_are_trained_at_once_and_half_of_the_networks_continue_so() -> None:
     it = trainer(envs=200, total_episodes=200 * 20)
-    while it.phase != MIXED:
-        it.advance()
+    it.phase = MIXED
+    it._begin()
     orders, own = it._orders()
     assert own.all() and len(np.unique(orders, axis=0)) > 80
     assert 0.05 < (orders[:, 0] < 0).mean() < 0.25, "some are told no order"
@@ -131,22 +133,6 @@ def test_an_update_may_follow_a_part_of_an_episode_and_values_what_follows_it() 
 def test_an_update_after_all_steps_of_an_episode_is_what_happens_by_default() -> None:
     default, told = trainer(), trainer(update_every_steps=12)
     assert [default.advance() for _ in range(3)] == [told.advance() for _ in range(3)]
-
-
-def test_a_workflow_that_is_not_learned_is_given_up_after_its_updates() -> None:
-    it = trainer(min_judged=10**6, mixed_share=0.0)
-    while not it.done:
-        it.advance()
-    assert [each.episodes for each in it.tried] == [24] * 4
-    assert len({each.order for each in it.tried}) == 4
-
-
-def test_a_workflow_that_passes_its_gate_makes_way_for_the_next(monkeypatch) -> None:
-    it = trainer()
-    monkeypatch.setattr(it, "verdict", lambda judged, obeyed: "passed")
-    while not it.done:
-        it.advance()
-    assert all(each.verdict == "passed" and each.episodes == 8 for each in it.tried[:-1])
 
 
 @pytest.mark.parametrize(
@@ -197,26 +183,25 @@ def rewards_of(it: WorkflowTrainer, monkeypatch) -> dict[str, list[float]]:
     return found
 
 
-def test_the_reward_for_complying_falls_while_all_orders_are_mixed_and_then_stays(monkeypatch) -> None:
-    found = rewards_of(trainer(alignment_reward="lin_2_1"), monkeypatch)
-    assert found[REFERENCE] == [2.0] * 4
-    assert found[MIXED] == pytest.approx([2.0, 1.75, 1.5, 1.25])
-    assert set(found[SEARCH] + found[FINAL]) == {1.0}
-
-
-def test_without_mixed_orders_each_workflow_is_paid_alike(monkeypatch) -> None:
-    found = rewards_of(trainer(alignment_reward="lin_3", min_judged=10**6, mixed_share=0.0), monkeypatch)
+def test_a_workflow_that_is_not_learned_is_given_up_and_without_mixed_orders_each_is_paid_alike(monkeypatch) -> None:
+    it = trainer(alignment_reward="lin_3", min_judged=10**6, mixed_share=0.0)
+    found = rewards_of(it, monkeypatch)
+    assert [each.episodes for each in it.tried] == [24] * 4
+    assert len({each.order for each in it.tried}) == 4
     assert found[SEARCH][:9] == pytest.approx([3.0, 2.0, 1.0] * 3)
     assert set(found[FINAL]) == {0.0}
 
 
-def test_at_the_end_the_last_weights_are_published_and_the_evaluated_ones_are_the_best(monkeypatch) -> None:
+def test_a_workflow_that_passes_makes_way_and_at_the_end_the_last_weights_are_published_and_the_evaluated_are_the_best(
+    monkeypatch,
+) -> None:
     it = trainer()
     monkeypatch.setattr(it, "verdict", lambda judged, obeyed: "passed")
     while not it.done:
         it.advance()
         if it.phase == FINAL and it._kept is None:
             it._kept = (1000.0, {name: torch.zeros_like(each) for name, each in it.learner.acting.state_dict().items()})
+    assert all(each.verdict == "passed" and each.episodes == 8 for each in it.tried[:-1])
     ((numbers, (best, of_best)),) = it.context.evaluations
     published, of_published = it.publication()
     assert numbers["return"] == it.final.returns
@@ -418,6 +403,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("at", [11, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 18))])
 def test_a_resumed_run_is_the_same_as_one_without_a_stop(whole, tmp_path, monkeypatch, at) -> None:
     advance = WorkflowTrainer.advance
@@ -471,7 +457,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_same_as_one_at_once(whole, tmp
     assert left_by(tmp_path) == left_by(whole[0]), "three updates after the checkpoint were made once more"
 
 
-@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("evaluating", [pytest.param(False, marks=pytest.mark.runs), True])
 def test_a_stop_leaves_the_update_and_the_run_goes_on_with_resume(whole, tmp_path, evaluating) -> None:
     signals, asked = Signals(), []
 

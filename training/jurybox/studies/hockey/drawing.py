@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import cv2
 import numpy as np
@@ -45,7 +46,7 @@ class _Canvas:
         self.width, self.height = width, round(8.2 * self.scale)
         # Draw at twice the size and shrink at the end, so that edges are smooth.
         self.zoom = 2
-        self.pixels = np.full((self.height * self.zoom, self.width * self.zoom, 3), _NIGHT, np.uint8)
+        self.pixels: Frame
 
     def at(self, x: float, y: float) -> tuple[int, int]:
         unit = self.scale * self.zoom * (1 << _SHIFT)
@@ -98,7 +99,7 @@ def draw(
         width: in pixels; the height follows.
     """
     canvas = _Canvas(width)
-    _rink(canvas)
+    canvas.pixels = _empty(width).copy()
     rink = game.rink
     for number in (0, 1):
         _player(canvas, game, number)
@@ -110,7 +111,11 @@ def draw(
     return canvas.frame()
 
 
-def _rink(canvas: _Canvas) -> None:
+@lru_cache(4)
+def _empty(width: int) -> Frame:
+    """The rink without bodies, as large as it is drawn: most of a picture's work, and the same in all of a film."""
+    canvas = _Canvas(width)
+    canvas.pixels = np.full((canvas.height * canvas.zoom, canvas.width * canvas.zoom, 3), _NIGHT, np.uint8)
     inner_x, inner_y = WALL_X - WALL_HALF_WIDTH, WALL_Y - WALL_HALF_WIDTH
     outer_x, outer_y = WALL_X + WALL_HALF_WIDTH, WALL_Y + WALL_HALF_WIDTH
     canvas.box(-outer_x, -outer_y, outer_x, outer_y, _BOARD)
@@ -130,6 +135,7 @@ def _rink(canvas: _Canvas) -> None:
     canvas.box(-0.03, -inner_y, 0.03, inner_y, _LINE)
     canvas.ring(0.0, 0.0, 0.9, _LINE, 0.05)
     canvas.disc(0.0, 0.0, 0.09, _LINE)
+    return canvas.pixels
 
 
 def _player(canvas: _Canvas, game: HockeyGame, number: int) -> None:

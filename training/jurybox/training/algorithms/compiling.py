@@ -7,6 +7,7 @@ inductor makes C++ of it, which needs a compiler once; results of the compiler a
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -55,6 +56,12 @@ class Adam(torch.optim.Adam):
                 "exp_avg": torch.zeros_like(each),
                 "exp_avg_sq": torch.zeros_like(each),
             }
+
+    # torch's own, without a decorator that imports its compiler at the first call, two seconds of a core a learner.
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state; one without a parameter's numbers is that of an optimiser before its first step."""
