@@ -35,7 +35,8 @@ def test_of_the_files_there_only_those_are_named_that_were_imported_in_place_of_
         (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
     (tmp_path / "colorsys").mkdir()
     (tmp_path / "colorsys" / "__init__.py").write_text("VALUE = 1\n")
-    script = "import my_models, wave, colorsys; from jurybox.server.shadows import shadowing; print(*shadowing(), sep='\\n')"
+    imports = "import my_models, wave, colorsys; from jurybox.server.shadows import shadowing"
+    script = f"{imports}; print(*shadowing(), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     named = [sentence.partition(" stands in the way of ")[0] for sentence in done.stdout.splitlines()]
     assert named == [f"{tmp_path}/colorsys/__init__.py", f"{tmp_path}/wave.py"], done.stderr
