@@ -156,7 +156,7 @@ def handlers_stay():
             signal.signal(number, handler)
 
 
-# Files whose tests share a server: one worker takes them all, and only it starts that server.
+# Files whose tests share a server, or parsed sources: one worker takes them all, and only it starts or parses them.
 _SHARING = {
     "tests/integration/test_": (
         "client",
@@ -175,6 +175,7 @@ _SHARING = {
     ),
     "tests/fuzz/test_": ("grpc", "http", "zeromq"),
     "tests/faults/test_": ("bad_bytes", "killed_client", "rude_clients"),
+    "tests/unit/": ("operations/test_modules", "operations/test_troubleshooting_page", "security/test_no_pickle"),
 }
 _SERVER_OF = {f"{server}{file}.py": server for server, files in _SHARING.items() for file in files}
 
