@@ -146,14 +146,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), item.nodeid.startswith("tests/unit/")))
 
 
-@pytest.fixture(autouse=True)
-def handlers_stay():
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
     """Restore handlers: a command run in this process sets SIGINT for good, and later processes would inherit it."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    for number, handler in before:
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+    try:
+        return (yield)
+    finally:
+        for number, handler in before:
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 # Files whose tests share a server, or parsed sources: one worker takes them all, and only it starts or parses them.
