@@ -92,6 +92,22 @@ def one_drawing_of_a_title():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory):
+    """Each client of httpx reads the certificates of all the world, for some 30 ms; of servers here it needs none."""
+    if "httpx" not in sys.modules:
+        yield
+        return
+    import certifi
+
+    end = "-----END CERTIFICATE-----\n"
+    file = tmp_path_factory.mktemp("authority") / "first.pem"
+    file.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certifi, "where", lambda: str(file))
+        yield
+
+
 @pytest.fixture(scope="module")
 def every_drawing():
     """For tests of what drawings show."""
