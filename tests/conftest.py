@@ -93,18 +93,19 @@ def one_drawing_of_a_title():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_authority(tmp_path_factory):
-    """Each client of httpx reads the certificates of all the world, for some 30 ms; of servers here it needs none."""
+def authorities_are_read_once():
+    """Each client of httpx would read the certificates of all the world anew, for 30 ms, also to ask a server here."""
     if "httpx" not in sys.modules:
         yield
         return
-    import certifi
+    from httpx._transports import default
 
-    end = "-----END CERTIFICATE-----\n"
-    file = tmp_path_factory.mktemp("authority") / "first.pem"
-    file.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    anew = default.create_ssl_context
+    usual = anew()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certifi, "where", lambda: str(file))
+        patch.setattr(
+            default, "create_ssl_context", lambda verify=True, **more: anew(usual if verify is True else verify, **more)
+        )
         yield
 
 
