@@ -92,6 +92,23 @@ def one_drawing_of_a_title():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def authorities_are_read_once():
+    """Each client of httpx would read the certificates of all the world anew, for 30 ms, also to ask a server here."""
+    if "httpx" not in sys.modules:
+        yield
+        return
+    from httpx._transports import default
+
+    anew = default.create_ssl_context
+    usual = anew()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            default, "create_ssl_context", lambda verify=True, **more: anew(usual if verify is True else verify, **more)
+        )
+        yield
+
+
 @pytest.fixture(scope="module")
 def every_drawing():
     """For tests of what drawings show."""
@@ -146,17 +163,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), item.nodeid.startswith("tests/unit/")))
 
 
-@pytest.fixture(autouse=True)
-def handlers_stay():
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
     """Restore handlers: a command run in this process sets SIGINT for good, and later processes would inherit it."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    for number, handler in before:
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+    try:
+        return (yield)
+    finally:
+        for number, handler in before:
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
-# Files whose tests share a server: one worker takes them all, and only it starts that server.
+# Files whose tests share a server, or parsed sources: one worker takes them all, and only it starts or parses them.
 _SHARING = {
     "tests/integration/test_": (
         "client",
@@ -175,6 +194,7 @@ _SHARING = {
     ),
     "tests/fuzz/test_": ("grpc", "http", "zeromq"),
     "tests/faults/test_": ("bad_bytes", "killed_client", "rude_clients"),
+    "tests/unit/": ("operations/test_modules", "operations/test_troubleshooting_page", "security/test_no_pickle"),
 }
 _SERVER_OF = {f"{server}{file}.py": server for server, files in _SHARING.items() for file in files}
 

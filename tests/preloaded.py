@@ -1,4 +1,4 @@
-"""Servers that start with their imports done, which are most of a start's seconds.
+"""Servers and commands that start with their imports done, which are most of a start's seconds.
 
 A *nursery* is a process that has imported what supervisor, engine, gateway and relay import, and forks what it is asked
 for. There is one for all servers of a process that runs tests. A server begins with a nursery of its own, which forks
@@ -24,13 +24,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jurybox.processes import ControlPipe, set_timeouts
+from jurybox.processes import ControlPipe, set_timeouts, spawn
 
 NAME = "test-nursery"  # of the process, in /proc/PID/comm
 _ROLES = ("engine", "gateway", "relay")
@@ -38,6 +40,12 @@ _IMPORTED = (
     "jurybox.server.commands.app",
     "jurybox.server.supervisor.run",
     *(f"jurybox.server.{role}.process" for role in _ROLES),
+    # What a gateway imports once it knows its ports.
+    "uvloop",
+    "pydantic.v1",
+    "encodings.idna",
+    "jurybox.server.gateway.remote_weights",
+    "jurybox.server.gateway.inference.grpc_inference",
 )
 _PARENT = "_JURYBOX_PARENT"  # of jurybox.processes
 _PATH = "PYTHONPATH"
@@ -105,16 +113,16 @@ class Nursery:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         files: Sequence[int] = (),
-        output: int | None = None,
+        outputs: Sequence[int] = (),
         **more: object,
     ) -> Process:
-        """Fork a process; the first of `files` are its descriptors 3, 4, ..."""
+        """Fork a process; `files` are its descriptors 3, 4, ...; the last of `outputs` takes its errors."""
         request = {"arguments": list(arguments), "environment": dict(environment), "folder": str(Path.cwd()), **more}
         status, told = os.pipe()
         try:
             with self._lock:
-                given = [told, *([] if output is None else [output]), *files]
-                socket.send_fds(self._asked, [json.dumps({**request, "output": output is not None}).encode()], given)
+                given = [told, *outputs, *files]
+                socket.send_fds(self._asked, [json.dumps({**request, "outputs": len(outputs)}).encode()], given)
                 answer = self._asked.recv(16)
         except BaseException:
             os.close(status)
@@ -157,17 +165,53 @@ def may_start(python: str, environment: Mapping[str, str], under: Sequence[objec
 
 def serve(arguments: Sequence[str], environment: Mapping[str, str], output: int) -> Process:
     """Start ``jurybox serve ARGUMENTS`` in a session of its own; it is stopped when this process ends in any way."""
-    if os.getpid() not in _of_tests:
-        _of_tests[os.getpid()] = _nursery()
-    return _of_tests[os.getpid()].start(
-        ["jurybox", "serve", *arguments], environment, output=output, module="jurybox.server.cli", server=True
+    return _of_this_process().start(
+        ["jurybox", "serve", *arguments], environment, outputs=[output], module="jurybox.server.cli", kind="server"
     )
+
+
+def program(module: str, arguments: Sequence[object], *outputs: int) -> Process | subprocess.Popen[bytes]:
+    """Start ``python -m MODULE ARGUMENTS``, which is killed when this process ends in any way.
+
+    Args:
+        outputs: descriptors of its output and its errors, or of both.
+    """
+    words = list(map(str, arguments))
+    if not may_start(sys.executable, os.environ, ()):
+        return subprocess.Popen([sys.executable, "-m", module, *words], stdout=outputs[0], stderr=outputs[-1])
+    return _of_this_process().start([module, *words], os.environ, outputs=outputs, module=module, kind="program")
+
+
+def run(module: str, arguments: Sequence[object], timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` for ``python -m MODULE ARGUMENTS``, whose output and errors are captured."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = program(module, arguments, output.fileno(), errors.fileno())
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess([module, *arguments], status, output.read(), errors.read())
+
+
+def spawned(module: str) -> tuple[Any, ControlPipe]:
+    """As `jurybox.processes.spawn`."""
+    if not may_start(sys.executable, os.environ, ()):
+        return spawn(module)
+    return _spawn(_of_this_process(), spawn, module)
 
 
 def end() -> None:
     """End the nursery of this process, if it has one."""
     if (nursery := _of_tests.pop(os.getpid(), None)) is not None:
         nursery.end()
+
+
+def _of_this_process() -> Nursery:
+    if os.getpid() not in _of_tests:
+        _of_tests[os.getpid()] = _nursery()
+    return _of_tests[os.getpid()]
 
 
 def _nursery() -> Nursery:
@@ -201,6 +245,9 @@ def main() -> NoReturn:
         importlib.import_module(name)
     if len(threads := os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"expected imports that start no thread, which a fork does not have; got {len(threads)}")
+    for registered in list(weakref.finalize._registry):  # they take torch's libraries apart, at the end of each process
+        registered.atexit = False
+    importlib.invalidate_caches()
     gc.collect()
     gc.freeze()
     _run(_forks(asked))
@@ -242,12 +289,12 @@ def _forks(fd: int) -> Callable[[], None] | None:
 
 def _child(request: dict[str, Any], files: list[int], parent: int) -> None:
     """Become what was asked for, as a process that was started would be."""
-    server = request["server"]
-    _end_with(parent, signal.SIGTERM if server else signal.SIGKILL)
-    if request["output"]:
-        output = files.pop(0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+    kind = request["kind"]
+    _end_with(parent, signal.SIGTERM if kind == "server" else signal.SIGKILL)
+    outputs, files = files[: request["outputs"]], files[request["outputs"] :]
+    if outputs:
+        os.dup2(outputs[0], 1)
+        os.dup2(outputs[-1], 2)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in files:
             with contextlib.suppress(OSError):  # that of the listing
@@ -257,20 +304,18 @@ def _child(request: dict[str, Any], files: list[int], parent: int) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     others = [each for each in sys.path[1:] if each not in before]
-    sys.path[:] = ["" if server else request["folder"], *_entries(os.environ), *others]
-    importlib.invalidate_caches()
+    sys.path[:] = ["" if kind == "server" else request["folder"], *_entries(os.environ), *others]
     program, *rest = request["arguments"]
     sys.argv = [program, *map(str, files), *rest]
     sys.modules["numpy"].random.seed()
     if arenas := os.environ.get("MALLOC_ARENA_MAX"):
         _LIBC.mallopt(_M_ARENA_MAX, int(arenas))
-    if server:
+    if kind == "server":
         os.setsid()
         atexit.register(_fork_for_the_supervisor().end)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    else:
+    elif kind == "role":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as `spawn` does
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _LIBC.prctl(_PR_SET_NAME, f"jurybox-{program.rpartition('.')[2]}".encode(), 0, 0, 0)
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
@@ -313,7 +358,7 @@ def _spawn(
     variables = {**os.environ, **(environment or {}), _PARENT: str(nursery.pid)}
     given = {name: value for name, value in variables.items() if value is not None}
     with theirs:
-        process = nursery.start([module, *arguments], given, [theirs.fileno()], module=module, server=False)
+        process = nursery.start([module, *arguments], given, [theirs.fileno()], module=module, kind="role")
     return process, ControlPipe(ours.detach())
 
 
@@ -326,10 +371,11 @@ def _end_with(parent: int, number: int) -> None:
 
 def _run(work: Callable[[], None] | None) -> NoReturn:
     """End this process as the interpreter would, but without taking all those modules apart."""
+    if work is None:  # a nursery's end; it owns nothing
+        os._exit(0)
     status = 0
     try:
-        if work is not None:
-            work()
+        work()
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
         if status and not isinstance(left.code, int):

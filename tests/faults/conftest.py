@@ -30,7 +30,7 @@ def nothing_left():
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def started_anew():
     """Servers of these tests are new interpreters, as a user's: none is forked with its imports done."""
     with pytest.MonkeyPatch.context() as patch:

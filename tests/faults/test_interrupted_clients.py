@@ -105,7 +105,7 @@ def alarms():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("times", [600, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [300, pytest.param(5000, marks=pytest.mark.slow)])
 def test_ctrl_c_at_random_moments_leaves_a_client_that_answers_rightly(client, alarms, times):
     model = client.model("affine", rows=ROWS)
     asker, chance = Asker(model), random.Random(2)

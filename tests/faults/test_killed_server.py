@@ -10,8 +10,6 @@ from tests.serving import segments, serving, wait_until, wait_until_computing
 
 from jurybox.client import ServerGone, connect
 
-pytestmark = pytest.mark.usefixtures("started_anew")
-
 
 def gone(pid):
     try:
@@ -20,6 +18,7 @@ def gone(pid):
         return True
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_its_children_die_its_clients_get_an_error_at_once_and_the_next_server_cleans_up_and_serves(
     tmp_path, nothing_left, caplog, monkeypatch
 ):

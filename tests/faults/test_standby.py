@@ -8,32 +8,28 @@ import httpx
 import numpy as np
 import pytest
 from tests.faults.conftest import MODELS, leaving_nothing
-from tests.serving import children_of, serving, wait_until
+from tests.serving import children_of, line_of, serving, wait_until
 
 from jurybox.client import connect
 
-pytestmark = pytest.mark.usefixtures("started_anew")
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="module", params=["forked", pytest.param("started", marks=pytest.mark.runs)])
+def server(request, tmp_path_factory):
     open_to = dict.fromkeys(("http", "grpc", "tcp"), "127.0.0.1:0")
-    with leaving_nothing(), serving(tmp_path_factory.mktemp("server"), MODELS, standby=True, **open_to) as running:
-        yield running
+    folder = tmp_path_factory.mktemp("server")
+    with leaving_nothing(), pytest.MonkeyPatch.context() as patch:
+        if request.param == "started":
+            patch.setattr("tests.preloaded.wanted", False)
+        with serving(folder, MODELS, standby=True, **open_to) as running:
+            yield running
 
 
 def processes(server, role: str = "engine") -> set[int]:
     """The serving one and the waiting one; one that is dead has no command line."""
-    found = {pid: command_line(pid) for pid in children_of(server.process.pid)}
+    found = {pid: line_of(pid) for pid in children_of(server.process.pid)}
     return {pid for pid, line in found.items() if f"jurybox.server.{role}".encode() in line}
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
 
 
 def serving_and_waiting(server, client) -> tuple[int, int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,6 +13,7 @@ import pytest
 from tests.serving import serving, wait_until
 
 from jurybox.server.commands.bench_client import classes, quantile
+from tests import preloaded
 
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64},
@@ -29,12 +29,11 @@ def server(tmp_path_factory):
         yield running
 
 
-def command_line(server, *arguments):
-    return [sys.executable, "-m", "jurybox.server.cli", "bench", *arguments, "--address", server.address]
+CLI = "jurybox.server.cli"
 
 
 def bench(server, *arguments):
-    return subprocess.run(command_line(server, *arguments), capture_output=True, text=True, timeout=200, check=False)
+    return preloaded.run(CLI, ["bench", *arguments, "--address", server.address])
 
 
 def answered_requests(server, model):
@@ -98,9 +97,9 @@ def test_the_error_says_why_it_cannot_measure(server, arguments, status, message
 
 @pytest.mark.parametrize("sent_signal", [pytest.param(signal.SIGINT, marks=pytest.mark.runs), signal.SIGKILL])
 def test_its_clients_end_with_it(server, sent_signal):
-    started = subprocess.Popen(
-        command_line(server, "affine", "--clients", "3", "--seconds", "300"), stdout=subprocess.DEVNULL
-    )
+    line = ["bench", "affine", "--clients", "3", "--seconds", "300", "--address", server.address]
+    with Path(os.devnull).open("w") as nothing:
+        started = preloaded.program(CLI, line, nothing.fileno())
     try:
         before = answered_requests(server, "affine")
         clients = []

@@ -199,7 +199,7 @@ def test_a_handler_at_any_place_of_a_call_of_the_server_is_answered_or_refused_a
                 ends.append("refused")
 
         ends = []
-        for moment in each_moment(CONTROL, handler, 2 if nested == "status" else 5):
+        for moment in each_moment(CONTROL, handler, 5 if nested == "status" else 11):
             with moment:
                 with server.model("affine", rows=2) as model:
                     assert model.infer(X).shape == (2, 4)

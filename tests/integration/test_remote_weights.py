@@ -19,6 +19,7 @@ from tests.serving import serving, wait_until
 from jurybox.client import Busy, ModelNotFound, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch
 from jurybox.protocol.weights import WeightsLayout
+from tests import preloaded
 
 grpc = pytest.importorskip("grpc")
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader, _host_array  # noqa: E402
@@ -45,11 +46,12 @@ def gateway(address, most_bytes=1 << 30, stall=1.0, most_streams=64):
 
 
 def start_gateway(address, most_bytes=1 << 30, stall=1.0, most_streams=64, port=0):
-    script = str(Path(__file__).with_name("remote_weights_gateway.py"))
-    arguments = map(str, (address, most_bytes, stall, most_streams, port))
-    process = subprocess.Popen([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+    told, tells = os.pipe()
+    arguments = (address, most_bytes, stall, most_streams, port)
+    process = preloaded.program("tests.integration.remote_weights_gateway", arguments, tells, 2)
+    os.close(tells)
+    with os.fdopen(told) as lines:
+        return process, int(lines.readline())
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import Busy, ModelFailed, ModelNotFound, Refused, connect
 from jurybox.protocol.errors import Code
+from tests import preloaded
 
 X = np.ones((2, 4), np.float32)
 
@@ -138,12 +139,7 @@ def test_clients_elsewhere_put_to_sleep_and_wake(server, client, scheme):
 
 def test_the_command_line_puts_to_sleep_and_wakes(server, client):
     def run(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "jurybox.server.cli", *words, "--address", server.address],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return preloaded.run("jurybox.server.cli", [*words, "--address", server.address])
 
     done = run("sleep", "sleeper")
     assert done.returncode == 0 and "sleeps" in done.stdout, done.stderr

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import serving, wait_until
 
 from jurybox.server.gateway.live import _MOST_WATCHERS
+from tests import preloaded
 
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 64, "publish": "double_buffer"},
@@ -210,8 +211,7 @@ def test_watchers_that_leave_make_room_for_others(server):
 
 
 def top(address: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jurybox.server.cli", "top", "--once", "--interval", "0.5", "--address", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return preloaded.run("jurybox.server.cli", ["top", "--once", "--interval", "0.5", "--address", address])
 
 
 def test_top_once_prints_the_load(server):

@@ -22,10 +22,15 @@ def shadowing(traceback: TracebackType | None = None) -> list[str]:
     """
     folder = os.getcwd()  # noqa: PTH109  pathlib imports modules that a file might replace
     rest = [path for path in sys.path if path not in ("", folder)]
+    try:
+        entries = os.listdir(folder)  # noqa: PTH208
+    except OSError:  # nor has Python found anything there
+        entries = []
+    # By what is there, which is little: a look at each of thousands of modules takes longer.
     files = {
         name: str(file)
-        for name, module in list(sys.modules.items())
-        if "." not in name and (file := getattr(module, "__file__", None))
+        for name in sorted({entry.partition(".")[0] for entry in entries})
+        if (file := getattr(sys.modules.get(name), "__file__", None))
     }
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename

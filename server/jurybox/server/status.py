@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.protocol.scoreboard import MAX_LANES, EngineState, Scoreboard, state_of
@@ -88,7 +89,9 @@ def status_document(
     monotonic_ns = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
     started = scoreboard.started
     engines = _engines(scoreboard.engines.copy(), devices, pythons, engine_timeout, monotonic_ns)
-    counters = scoreboard.counters.copy()
+    # One copy and one sum for all models: this is asked for again and again, of the process that everybody asks.
+    counters = scoreboard.counters[:, [held.index for held in models]]
+    sums = {name: counters[name].sum(axis=0).tolist() for name in (*_SUMS, *HISTOGRAMS)}
     return {
         "server": {
             "id": server_id,
@@ -108,7 +111,10 @@ def status_document(
         },
         "engines": engines,
         "panels": dict(panels or {}),
-        "models": [_model(held, counters[:, held.index], lanes, monotonic_ns) for held in models],
+        "models": [
+            _model(held, counters[:, at], {name: each[at] for name, each in sums.items()}, lanes, monotonic_ns)
+            for at, held in enumerate(models)
+        ],
         "relay": dict(relay or {}),
         "lanes": {
             "in_use": sum(lane.retiring is None for lane in lanes),
@@ -125,23 +131,20 @@ def status_document(
     }
 
 
-def percentile(counts: NDArray[np.uint64], quantile: float) -> float | None:
+def percentile(counts: Sequence[int], quantile: float) -> float | None:
     """Return a percentile of a histogram, in its unit; None if it is empty.
 
     Values within a bucket are assumed to be uniform on the logarithmic scale, so the result is off by less than the
     bucket's factor of two.
     """
-    total = int(counts.sum())
-    if total == 0:
+    upto = list(accumulate(counts))
+    if not upto[-1]:
         return None
-    rank = quantile * total
-    upto = np.cumsum(counts)
-    bucket = min(int(np.searchsorted(upto, rank)), len(counts) - 1)
+    rank = quantile * upto[-1]
+    bucket = min(bisect_left(upto, rank), len(upto) - 1)
     if bucket == 0:
         return 0.0
-    # The sum of corrupted counts may overflow; the estimate must stay within its bucket all the same.
-    share = (rank - float(upto[bucket - 1])) / max(1.0, float(counts[bucket]))
-    return float(2.0 ** (bucket - 1 + min(max(share, 0.0), 1.0)))
+    return float(2.0 ** (bucket - 1 + min((rank - upto[bucket - 1]) / max(1, counts[bucket]), 1.0)))
 
 
 def _engines(
@@ -178,11 +181,16 @@ def _state(engines: Sequence[dict[str, Any]]) -> str:
     return "down" if absent and any(engine["restarts"] or engine["hung"] for engine in engines) else "starting"
 
 
-def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[GrantedLease], monotonic_ns: int) -> dict[str, Any]:
-    """Return the status of one model; `counters` (engines,) are summed."""
+def _model(
+    held: HeldModel,
+    counters: NDArray[Any],
+    sums: dict[str, Any],
+    lanes: Sequence[GrantedLease],
+    monotonic_ns: int,
+) -> dict[str, Any]:
+    """Return the status of one model, of its counters (engines,) and their sums and histograms over engines."""
     message = held.message()
-    sums = {name: int(counters[name].sum()) for name in _SUMS}
-    histograms = {name: counters[name].sum(axis=0) for name in HISTOGRAMS}
+    histograms = {name: sums.pop(name) for name in HISTOGRAMS}
     mine = [lane for lane in lanes if lane.model == held.index]
     return {
         "name": held.name,
@@ -214,7 +222,7 @@ def _model(held: HeldModel, counters: NDArray[Any], lanes: Sequence[GrantedLease
             for name, counts in histograms.items()
             if name.endswith("_ns")
         },
-        "histograms": {name: counts.tolist() for name, counts in histograms.items()},
+        "histograms": histograms,
     }
 
 

@@ -6,8 +6,6 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 import pytest
-import skimage.data
-from sklearn.datasets import load_sample_image
 
 Images = npt.NDArray[np.uint8]
 
@@ -31,6 +29,9 @@ def crops(photograph: Images) -> Images:
 @pytest.fixture(scope="session")
 def photographs() -> dict[str, Images]:
     """Crops of every colour photograph of a scene that the two wheels hold (one of the stereo pair)."""
+    import skimage.data
+    from sklearn.datasets import load_sample_image
+
     whole = {
         "astronaut": skimage.data.astronaut(),
         "coffee": skimage.data.coffee(),

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-FILES = [
-    path
-    for part in ("protos", "client", "server", "training")
-    for path in sorted((ROOT / part / "jurybox").rglob("*.py"))
-    if "_pb2" not in path.stem
-]
+from tests.sources import ROOT, SOURCES, parsed
+
+FILES = [path for path in SOURCES if "_pb2" not in path.stem]
 
 
 def name_of(path):
@@ -23,7 +18,7 @@ def name_of(path):
 @functools.cache
 def modules():
     """The parsed modules by name; not parsed by every worker that only collects these tests."""
-    return {name_of(path): ast.parse(path.read_text()) for path in FILES}
+    return {name_of(path): parsed(path) for path in FILES}
 
 
 # Of other projects, which offer no public name for it.
@@ -38,7 +33,7 @@ def imported(tree):
     found, waiting = set(), [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.serving import serving
+from tests.sources import ROOT, SOURCES, parsed
 
 from jurybox.client import connect
 from jurybox.protocol.errors import Error
@@ -18,7 +18,6 @@ from jurybox.server.settings.sources import InvalidConfig
 from jurybox.training.algorithms.registry import algorithm_named
 from jurybox.training.environments.gymnasium_env import EnvironmentUnusable, make_environment
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = [each for line in re.findall(r"^### (.+)$", PAGE, re.M) for each in re.findall(r"`(.+?)`", line)]
 
@@ -27,15 +26,14 @@ MESSAGES = [each for line in re.findall(r"^### (.+)$", PAGE, re.M) for each in r
 def sources() -> list[str]:
     """Every text of the packages; where a value is put into it, it has a zero byte."""
     found = []
-    for folder in ("protos", "client", "server", "training"):
-        for path in (ROOT / folder / "jurybox").rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    found.append(
-                        "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
-                    )
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(re.sub(r"%[-.\w]*[sdf]", "\0", node.value))
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[-.\w]*[sdf]", "\0", node.value))
     return found
 
 

@@ -7,6 +7,7 @@ have whole milliseconds, as uvloop's have.
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from types import SimpleNamespace
 
@@ -116,9 +117,16 @@ class Tickets:
         self.breaks.after(self.sent, came)
 
 
-@pytest.fixture
-def rates(monkeypatch):
-    def measured(larges, smalls, *, thinks=0.0, read=0.00005, after=0.0, paced=True, tickets=None, lanes=1):
+@pytest.fixture(scope="module")
+def rates():
+    @functools.cache  # what is compared with is often the same
+    def measured(larges, smalls, **more):
+        with pytest.MonkeyPatch.context() as patch:
+            return simulated(patch, larges, smalls, **more)
+
+    def simulated(
+        monkeypatch, larges, smalls, *, thinks=0.0, read=0.00005, after=0.0, paced=True, tickets=None, lanes=1
+    ):
         """The reads and the answers a second of so many large senders and small clients.
 
         Args:

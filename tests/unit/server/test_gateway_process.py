@@ -18,15 +18,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jurybox.processes import spawn
 from jurybox.server.settings.endpoints import CannotListen, listen
+from tests import preloaded
 
 
 class Gateway:
     """A started gateway and this end of its control pipe."""
 
     def __init__(self, folder: object, *, http: str = "", grpc: str = "") -> None:
-        self.process, self.control_pipe = spawn("jurybox.server.gateway")
+        self.process, self.control_pipe = preloaded.spawned("jurybox.server.gateway")
         self.control_pipe.send(
             "configure", address=f"ipc://{folder}/engine", http=http, grpc=grpc, log_level="warning", log_format="json"
         )
@@ -124,7 +124,7 @@ def test_it_listens_on_ipv6():
 
 
 def test_a_supervisor_that_dies_before_it_configures_is_noticed():
-    process, control_pipe = spawn("jurybox.server.gateway")
+    process, control_pipe = preloaded.spawned("jurybox.server.gateway")
     control_pipe.close()
     assert process.wait(30) == 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from jurybox.server.doctor.host import Level
 from jurybox.server.doctor.packages import Installed, check_conflicts, installed
 
@@ -63,6 +65,7 @@ def test_metadata_that_cannot_be_read_is_left_alone() -> None:
     assert check_conflicts(packages(**broken)).level is Level.OK
 
 
+@pytest.mark.runs  # pip looks for seconds
 def test_it_finds_the_same_packages_as_pip() -> None:
     """On whatever is installed where this runs; pip looks at everything, the doctor at what Jurybox needs."""
     told = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)

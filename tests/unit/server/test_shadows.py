@@ -8,8 +8,10 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("child", ["engine", "gateway", "relay"])
-@pytest.mark.parametrize("name", ["random", "json", "zmq"])
+@pytest.mark.parametrize(
+    ("child", "name"),
+    [("engine", "random"), ("engine", "json"), ("engine", "zmq"), ("gateway", "random"), ("relay", "zmq")],
+)
 def test_a_file_in_place_of_a_module_that_the_process_imports_is_named_first(tmp_path, child, name):
     (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is no module for others')\n")
     done = subprocess.run(
@@ -28,9 +30,13 @@ def test_a_file_in_place_of_a_module_that_the_process_imports_is_named_first(tmp
         assert "stands in the way" not in done.stderr
 
 
-def test_files_that_stand_in_no_ones_way_are_not_named(tmp_path):
-    for name in ("test", "my_models", "code"):
+def test_of_the_files_there_only_those_are_named_that_were_imported_in_place_of_others(tmp_path):
+    for name in ("test", "my_models", "code", "wave"):
         (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
-    script = "import my_models; from jurybox.server.shadows import shadowing; print(shadowing())"
+    (tmp_path / "colorsys").mkdir()
+    (tmp_path / "colorsys" / "__init__.py").write_text("VALUE = 1\n")
+    imports = "import my_models, wave, colorsys; from jurybox.server.shadows import shadowing"
+    script = f"{imports}; print(*shadowing(), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
+    named = [sentence.partition(" stands in the way of ")[0] for sentence in done.stdout.splitlines()]
+    assert named == [f"{tmp_path}/colorsys/__init__.py", f"{tmp_path}/wave.py"], done.stderr

@@ -323,5 +323,5 @@ def _rate(counts: NDArray[Any], seconds: float) -> float:
 
 
 def _quantile(counts: NDArray[Any], quantile: float) -> float | None:
-    nanoseconds = percentile(counts.reshape(-1, TIME_BUCKETS).sum(axis=0), quantile)
+    nanoseconds = percentile(counts.reshape(-1, TIME_BUCKETS).sum(axis=0).tolist(), quantile)
     return None if nanoseconds is None else float(f"{nanoseconds / 1e9:.3g}")  # more digits would not be accurate

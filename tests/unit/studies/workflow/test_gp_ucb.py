@@ -7,8 +7,6 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from scipy.spatial.distance import cdist
-from sklearn.gaussian_process.kernels import RBF
 
 from jurybox.studies.workflow.gp_ucb import WorkflowSearch
 from jurybox.studies.workflow.settings import ORDERS, vectors
@@ -17,6 +15,8 @@ BEST = ORDERS[77]
 
 
 def distances(left, right) -> np.ndarray:
+    from scipy.spatial.distance import cdist  # not to collect tests: it takes a second
+
     return cdist(vectors(left), vectors(right), "sqeuclidean")
 
 
@@ -25,6 +25,8 @@ def score(order) -> float:
 
 
 def test_the_kernel_is_positive_definite_over_all_orders_and_the_naive_one_is_not() -> None:
+    from sklearn.gaussian_process.kernels import RBF
+
     assert np.linalg.eigvalsh(RBF(0.5)(vectors(ORDERS))).min() > 0
     assert np.linalg.eigvalsh(np.exp(-(distances(ORDERS, ORDERS) ** 2) / 0.5)).min() < -0.5
 

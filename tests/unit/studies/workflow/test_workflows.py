@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.spatial.distance import cdist
 
 from jurybox.studies.workflow.cage import tables as t
 from jurybox.studies.workflow.cage.tables import UNIT_TYPES, Blue, action
@@ -47,6 +46,8 @@ def test_an_order_is_encoded_position_by_position() -> None:
 
 
 def distances(left, right) -> np.ndarray:
+    from scipy.spatial.distance import cdist  # not to collect tests: it takes a second
+
     return cdist(vectors(left), vectors(right), "sqeuclidean")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, WhiteKernel
 
 from jurybox.studies.workflow.settings import ORDERS, Order, vectors
 
@@ -53,6 +51,8 @@ class WorkflowSearch:
     def __init__(
         self, *, beta: float = 2.0, length: float = 0.5, noise: float = 0.1, revisit: bool = False, seed: int = 0
     ) -> None:
+        from sklearn.gaussian_process.kernels import RBF, WhiteKernel  # only for a search: SciPy takes a second
+
         self.beta = beta
         self.revisit = revisit
         self.trace: list[Trial] = []
@@ -79,6 +79,8 @@ class WorkflowSearch:
 
     def belief(self) -> tuple[Floats, Floats]:
         """Return mean and deviation of the score of each of the 120 orders (without noise), float64 (120,) each."""
+        from sklearn.gaussian_process import GaussianProcessRegressor
+
         if not self.trace:
             return np.zeros(len(ORDERS)), np.ones(len(ORDERS))
         scores = np.array([trial.score for trial in self.trace])
