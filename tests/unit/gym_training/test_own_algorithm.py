@@ -126,7 +126,7 @@ def test_it_trains_resumes_is_served_and_exported_with_the_environments_own_obse
     (program, *_) = policies.export(policy, folder / "policy.pt2", folder / "run")
     action = torch.export.load(program).module()(*map(torch.from_numpy, observed.values()))
     assert action.tolist() == (2 + values.argmax(1)).tolist()
-    with pytest.raises(policies.PolicyError, match="--trust allows it"):
+    with pytest.raises(policies.PolicyError, match="names 'soft_q:SoftQ', .*: --trust allows it"):
         policies.Policy(policies.choose(folder / "policy.safetensors"))
 
 
