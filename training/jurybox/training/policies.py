@@ -327,8 +327,9 @@ def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
     else:
         matching = [each for each in matching if str(each.env_steps) == which]
     if not matching:
-        available = ", ".join(f"{each.env_steps} ({each.name})" for each in found)
-        raise PolicyError(f"no policy {name or ''} of {which!r} in {run}; there are, by env steps: {available}")
+        available = ", ".join(dict.fromkeys(f"{each.env_steps} ({each.name})" for each in found))
+        called = f"{name} " if name else ""
+        raise PolicyError(f"no policy {called}of {which!r} in {run}; there are, by env steps: {available}")
     return matching[0]
 
 
