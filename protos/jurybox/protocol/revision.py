@@ -57,12 +57,17 @@ def install_command(extra: str) -> str:
 
 
 def checked_out(git: Path) -> str | None:
-    """Return the commit that is checked out in a .git folder; None if it cannot be read."""
+    """Return the commit of a .git folder, or of the .git file of a worktree; None if it cannot be read."""
     try:
+        if git.is_file():
+            git = git.parent / git.read_text().strip().removeprefix("gitdir: ")
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
             return head if _COMMIT.fullmatch(head) else None
         name = head.removeprefix("ref: ")
+        common = git / "commondir"  # a worktree has its own HEAD, and the branches of its repository
+        if common.is_file():
+            git = git / common.read_text().strip()
         loose = git / name
         if loose.is_file():
             commit = loose.read_text().strip()

@@ -39,6 +39,10 @@ class World(gymnasium.Env):
             return self._kept
         if self.wrong == "outside":
             return np.ones(3, np.float32)
+        if self.wrong == "beyond" and self._steps:
+            return np.full(2, 7, np.float32)
+        if self.wrong == "float64" and self._steps:
+            return self.np_random.uniform(-1, 1, 2)
         source = np.random.default_rng() if self.wrong == "seeds" else self.np_random
         return source.uniform(-1, 1, 2).astype(np.float32)
 
@@ -90,6 +94,8 @@ class World(gymnasium.Env):
         ("exits", "wrong", "it raised SystemExit"),
         ("endless", "note", "no episode ended within 200 steps"),
         ("seeds", "note", "two episodes with one seed"),
+        ("beyond", "note", r"an observation holds 7.0, which is not in Box\(-1.0, 1.0, \(2,\), float32\)"),
+        ("float64", "note", "an observation is float64, the space says float32"),
         ("same memory", "note", "the same memory at every step"),
         ("dtype", "note", "torch's default dtype"),
         ("folder", "note", "the working directory"),

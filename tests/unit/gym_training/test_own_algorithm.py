@@ -35,6 +35,7 @@ OTHERS = """
 from pydantic import Field
 from jurybox.training.algorithms.base import Algorithm, OnPolicySettings
 from jurybox.training.algorithms.dqn import DQN
+from jurybox.training.algorithms.ppo import PPO
 
 
 class Half(Algorithm):
@@ -89,6 +90,16 @@ class Rollouts(DQN):
         pass
 
 
+class Plain(DQN):
+    class Settings:
+        learning_rate = 0.001
+
+
+class Spread(PPO):
+    def values(self, observation, memory=None):
+        return super().values(observation)[:1]
+
+
 NUMBER = 3
 """
 
@@ -126,7 +137,7 @@ def test_it_trains_resumes_is_served_and_exported_with_the_environments_own_obse
     (program, *_) = policies.export(policy, folder / "policy.pt2", folder / "run")
     action = torch.export.load(program).module()(*map(torch.from_numpy, observed.values()))
     assert action.tolist() == (2 + values.argmax(1)).tolist()
-    with pytest.raises(policies.PolicyError, match="--trust allows it"):
+    with pytest.raises(policies.PolicyError, match="names 'soft_q:SoftQ', .*: --trust allows it"):
         policies.Policy(policies.choose(folder / "policy.safetensors"))
 
 
@@ -153,6 +164,7 @@ def test_its_settings_are_flags_with_defaults_and_meanings() -> None:
             {"algorithm": "other_q:Rollouts"},
             "no subclass of OffPolicySettings, which an algorithm with on_policy",
         ),
+        ({"algorithm": "other_q:Plain"}, "other_q:Plain.Settings is no subclass of OffPolicySettings"),
         ({"algorithm": "other_q:Wide"}, "'values' of the network is float32 of shape .2, 2. .*floats of shape .2, 7."),
         ({"algorithm": "other_q:Two"}, "returns 1 tensors, and `outputs` names values, more"),
         ({"algorithm": "other_q:Far"}, "Far.explore chooses is .2, 2., expected 0 to 1"),
@@ -180,6 +192,12 @@ def test_what_is_wrong_with_one_is_said_before_the_start(folder, changes, told) 
 def test_what_is_wrong_with_its_learning_is_said_at_its_first_update(folder, algorithm, told) -> None:
     with pytest.raises(AlgorithmUnusable, match=told):
         train(GymTraining.checked({**SMALL, "algorithm": f"other_q:{algorithm}"}), folder / "run", serial=True)
+
+
+def test_values_that_are_not_one_for_each_observation_are_refused_where_they_would_be_spread(folder) -> None:
+    settings = GymTraining.checked({"algorithm": "other_q:Spread", "steps": 64, "n_steps": 32, "hidden": (8,)})
+    with pytest.raises(AlgorithmUnusable, match=r"Spread.values returned the shape \(1,\), expected \("):
+        train(settings, folder / "run", serial=True)
 
 
 def test_a_server_that_allows_our_factories_to_anyone_imports_no_module_of_theirs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from tests.unit.runtime.toys import HERE, Rows, Summer, plan
@@ -52,6 +54,23 @@ def test_a_resumed_run_is_bit_for_bit_the_same_as_one_without_a_stop(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(one[0], two[0], strict=True))
     assert np.array_equal(one[1], two[1]) and one[2] == two[2]
     assert len(set(one[0][1])) > 10, "the policy was published again and again, or this proves little"
+
+
+def _numbers(rows):
+    return [(step, {k: v for k, v in values.items() if "second" not in k}) for step, values in rows]
+
+
+def test_the_rows_of_metrics_are_those_of_any_run_with_that_seed_also_of_a_resumed_one(tmp_path):
+    whole, again, rest = Rows(), Rows(), Rows()
+    training = plan(steps=400, actors=2, save_every=130, log_every=50)  # a checkpoint at 390 is amid a row
+    run(training, tmp_path / "whole", whole, serial=True)
+    slow = plan(steps=400, actors=2, save_every=130, log_every=50, actor={"pause": 0.003})
+    run(slow, tmp_path / "again", again, serial=True)
+    assert _numbers(whole) == _numbers(again)
+    assert [step for step, values in whole if {"loss", "return_mean"} <= values.keys()] == [*range(50, 401, 50)]
+    shutil.rmtree(Checkpoints(tmp_path / "whole" / "checkpoints").latest().folder)  # as if it was killed after 390
+    run(training, tmp_path / "whole", rest, serial=True, resume=True)
+    assert _numbers(rest) == _numbers(whole)[-1:]
 
 
 def test_evaluations_come_at_their_interval_and_at_the_end(tmp_path):

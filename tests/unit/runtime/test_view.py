@@ -76,3 +76,12 @@ def test_the_first_speed_after_a_resume_is_that_of_the_steps_since(scoreboard):
     metrics.row_if_due()
     speeds = [(step, values["seconds"], values["steps_per_second"]) for step, values in rows]
     assert speeds == [(1000, 100.0, 10.0), (2000, 150.0, 20.0)]
+
+
+def test_a_row_has_the_mean_of_all_numbers_however_many_came_in_each_report(scoreboard):
+    rows = Rows()
+    metrics = RunMetrics(plan(actors=2, log_every=1000), scoreboard, rows)
+    for total, count in ((9.0, 9), (0.0, 1)):
+        metrics.take({"kind": "report", "episodes": [], "metrics": {"loss": (total, count)}})
+    metrics.row_if_due()
+    assert rows[0][1]["loss"] == 0.9

@@ -30,6 +30,17 @@ def test_a_packed_branch(git):
     assert checked_out(git) == COMMIT
 
 
+def test_a_worktree(git, tmp_path):
+    (git / "refs" / "heads" / "main").write_text(f"{COMMIT}\n")
+    own, tree = git / "worktrees" / "other", tmp_path / "other"
+    own.mkdir(parents=True)
+    tree.mkdir()
+    (own / "HEAD").write_text("ref: refs/heads/main\n")
+    (own / "commondir").write_text("../..\n")
+    (tree / ".git").write_text(f"gitdir: {own}\n")
+    assert checked_out(tree / ".git") == COMMIT
+
+
 def test_a_detached_head(git):
     (git / "HEAD").write_text(f"{COMMIT}\n")
     assert checked_out(git) == COMMIT

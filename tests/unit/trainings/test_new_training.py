@@ -16,9 +16,10 @@ from jurybox.studies.sorrel.experiment import Multiprocessing, SorrelError
 from jurybox.training import interrupts
 from jurybox.training.checkpoints import CheckpointError
 from jurybox.training.cli import TRAININGS, Command, train
-from jurybox.training.run_folder import check_same, read_metrics
+from jurybox.training.run_folder import check_same, read_metrics, write_settings
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.runtime.settings import Settings
+from jurybox.training.trainings.gym import GymTraining
 from jurybox.training.trainings.recorded_run import recorded_run
 from jurybox.training.trainings.setting_flags import Setting, settings_of
 from jurybox.training.trainings.training import Run, Training, carry_out
@@ -179,6 +180,12 @@ def test_a_run_with_unknown_settings_is_not_resumed(name, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps({**settings.as_dict(), "never_heard": 1}))
     with pytest.raises(CheckpointError, match="settings that this build does not know: never_heard"):
         check_same(tmp_path, settings)
+
+
+def test_a_run_of_another_algorithm_is_refused_for_that_and_not_for_its_settings(tmp_path):
+    write_settings(tmp_path, GymTraining.checked({"algorithm": "dqn"}))
+    with pytest.raises(CheckpointError, match=r"other settings \(.*algorithm was 'dqn', is 'ppo'"):
+        check_same(tmp_path, GymTraining.checked({"algorithm": "ppo"}))
 
 
 @pytest.mark.parametrize(

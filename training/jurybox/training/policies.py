@@ -327,8 +327,9 @@ def choose(run: Path, which: str = "best", name: str | None = None) -> Found:
     else:
         matching = [each for each in matching if str(each.env_steps) == which]
     if not matching:
-        available = ", ".join(f"{each.env_steps} ({each.name})" for each in found)
-        raise PolicyError(f"no policy {name or ''} of {which!r} in {run}; there are, by env steps: {available}")
+        available = ", ".join(dict.fromkeys(f"{each.env_steps} ({each.name})" for each in found))
+        called = f"{name} " if name else ""
+        raise PolicyError(f"no policy {called}of {which!r} in {run}; there are, by env steps: {available}")
     return matching[0]
 
 
@@ -540,7 +541,8 @@ def _check_trusted(where: Path, factory: str, places: Sequence[str], arguments: 
     It is not enough that a name is in one of Jurybox's modules: it could be something that the module imports
     (``local_server:subprocess.run``), or a function that calls its argument (``played_environment`` of ``os:system``).
     """
-    for name, among in [(factory, places), *((argument, _ARGUMENT_MODULES) for argument in _factories(arguments))]:
+    # Arguments first: of an algorithm of the user's own, that is its name, and the factory is the one of any such.
+    for name, among in [*((argument, _ARGUMENT_MODULES) for argument in _factories(arguments)), (factory, places)]:
         module, _, attribute = name.partition(":")
         known = [place for place in among if f"{module}.".startswith(f"{place}.")] if attribute.isidentifier() else []
         made = getattr(import_module(module), attribute, None) if known else None

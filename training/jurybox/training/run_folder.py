@@ -102,22 +102,21 @@ def check_same(folder: Path, settings: RunSettings) -> None:
         return
     now: dict[str, Any] = json.loads(json.dumps(settings.as_dict()))
     earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    may_change = now.keys() if settings.may_change is None else settings.may_change
+    different = [
+        f"{name} was {earlier[name]!r}, is {value!r}"
+        for name, value in now.items()
+        if name not in may_change and name in earlier and earlier[name] != value
+    ]
+    if different:  # first, since another algorithm has other settings
+        raise CheckpointError(
+            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to resume it, or "
+            "another folder to start anew"
+        )
     if unknown := earlier.keys() - now.keys():
         raise CheckpointError(
             f"{path} has settings that this build does not know: {', '.join(sorted(unknown))}. Resume the run with the "
             "build that began it, or start anew in another folder"
-        )
-    if settings.may_change is None:
-        return
-    different = [
-        f"{name} was {earlier[name]!r}, is {value!r}"
-        for name, value in now.items()
-        if name not in settings.may_change and name in earlier and earlier[name] != value
-    ]
-    if different:
-        raise CheckpointError(
-            f"{folder} was trained with other settings ({'; '.join(different)}): give the same ones to resume it, or "
-            "another folder to start anew"
         )
 
 

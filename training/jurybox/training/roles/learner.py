@@ -463,6 +463,15 @@ class Values(Protocol):
         """Return the memory (n, numbers) after rows (n, ...), of what remembers."""
 
 
+def _valued(learner: Values, observation: npt.NDArray[Any], *memory: npt.NDArray[Any]) -> Floats:
+    """Return the values of rows. Raises AlgorithmUnusable: they are not one number a row, and would be spread."""
+    found: Any = learner.values(observation, *memory)  # an algorithm may be anyone's
+    if np.shape(found) != (len(observation),):
+        what = f"{type(learner).__name__}.values returned the shape {np.shape(found)}"
+        raise AlgorithmUnusable(f"{what}, expected ({len(observation)},), a number for each observation")
+    return found  # type: ignore[no-any-return]
+
+
 def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
     """Create a rollout from the rows of several environments.
 
@@ -486,7 +495,7 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
     memory = (rows[MEMORY],) if MEMORY in rows else ()
     if truncated.any():
         after = [learner.remembered(rows["observation"][truncated], each[truncated]) for each in memory]
-        final[truncated] = learner.values(rows["next_observation"][truncated], *after)
+        final[truncated] = _valued(learner, rows["next_observation"][truncated], *after)
     _, counts = np.unique(environment, return_counts=True)
     columns = len(counts) if (counts == counts[0]).all() else 1
 
@@ -497,7 +506,7 @@ def rollout(rows: Mapping[str, npt.NDArray[Any]], learner: Values) -> Rollout:
         observation=shaped(rows["observation"]),
         action=shaped(rows["action"]),
         log_prob=shaped(rows["log_prob"]),
-        value=shaped(learner.values(rows["observation"], *memory)),
+        value=shaped(_valued(learner, rows["observation"], *memory)),
         reward=shaped(rows["reward"]),
         terminated=shaped(rows["terminated"].astype(np.bool_)),
         ended=shaped(ended),

@@ -101,6 +101,7 @@ class RunMetrics:
             "lengths": list(self.lengths),
             "best": self.best,
             "row_at": self._row_at,
+            "sums": self._sums,
             "evaluation": self.evaluation,
         }
 
@@ -113,6 +114,8 @@ class RunMetrics:
             self._scoreboard.set_best(state["best"])
         self.returns.extend(state["returns"])
         self.lengths.extend(state["lengths"])
+        for name, (total, count) in state.get("sums", {}).items():
+            self._add(name, total, count)
 
     def take(self, message: Message) -> None:
         """Process a role's report or evaluation; other messages are ignored."""
@@ -122,8 +125,8 @@ class RunMetrics:
                 self.lengths.append(episode["length"])
                 for name in episode.keys() - {"return", "length"}:
                     self._add(name, episode[name])
-            for name, value in message["metrics"].items():
-                self._add(name, value)
+            for name, (total, count) in message["metrics"].items():
+                self._add(name, total, count)
         elif message["kind"] == "evaluation":
             self._evaluated(message["env_steps"], message["numbers"])
             self._keep_best(message)
@@ -156,9 +159,9 @@ class RunMetrics:
         self.numbers |= row
         self._sink.scalars(steps, row)
 
-    def _add(self, name: str, value: float) -> None:
-        total, count = self._sums.get(name, (0.0, 0))
-        self._sums[name] = (total + value, count + 1)
+    def _add(self, name: str, total: float, count: int = 1) -> None:
+        before, counted = self._sums.get(name, (0.0, 0))
+        self._sums[name] = (before + total, counted + count)
 
     def _evaluated(self, env_steps: int, numbers: Mapping[str, float]) -> None:
         row = {f"eval_{name}": value for name, value in numbers.items()}

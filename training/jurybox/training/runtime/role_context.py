@@ -104,6 +104,8 @@ class RoleContext:
         folders: the run's on this machine; None: the plan's own.
         evaluated: folder for weights that an evaluation likes best; None: they are not kept.
         beat: what a driver in the same process does in between, within a long step.
+        report_every: seconds between two reports, at least; 0: each is sent at once, so that no clock decides what is
+            reported together.
 
     Attributes:
         spec: the role's part of the plan.
@@ -126,6 +128,7 @@ class RoleContext:
         evaluated: Path | None = None,
         certainly: Callable[[Message], None] | None = None,
         beat: Callable[[], None] = lambda: None,
+        report_every: float = _REPORT_SECONDS,
     ) -> None:
         self.plan = plan
         self.number = number
@@ -144,7 +147,7 @@ class RoleContext:
         self.followed: list[tuple[str, WeightsReader, Refreshable]] = []
         self._orders = self.scoreboard.orders[number]
         self._send, self._send_reliably = send, certainly or send
-        self._beat = beat
+        self._beat, self._report_every = beat, report_every
         evaluates = self.spec.kind in (Kind.EVALUATOR, Kind.TRAINER) and plan.best is not None
         self._evaluated = evaluated if evaluates else None
         self._cached: dict[str, CachedReader] = {}
@@ -209,7 +212,7 @@ class RoleContext:
             self._episodes.append({"return": float(total), "length": float(length), **numbers})
 
     def metrics(self, **numbers: float) -> None:
-        """Report numbers; their mean since the last report is recorded.
+        """Report numbers; a row of metrics has their mean since the last one.
 
         Raises:
             Diverged: a learner or trainer reports a loss ("loss" is in its name) that is not finite.
@@ -225,14 +228,13 @@ class RoleContext:
         self._send({"kind": "said", "text": text})
 
     def report(self, *, now: bool = False) -> None:
-        """Send collected reports, at most twice a second unless `now`; drivers call it after every step."""
+        """Send collected reports, at most every `report_every` seconds unless `now`; called after every step."""
         moment = time.monotonic()
-        if not now and moment - self._reported < _REPORT_SECONDS:
+        if not now and moment - self._reported < self._report_every:
             return
         self._reported = moment
         if self._episodes or self._sums:
-            means = {name: total / count for name, (total, count) in self._sums.items()}
-            self._send({"kind": "report", "episodes": self._episodes, "metrics": means})
+            self._send({"kind": "report", "episodes": self._episodes, "metrics": self._sums})
             self._episodes, self._sums = [], {}
 
     def evaluated(

@@ -60,7 +60,14 @@ class Serial:
                 orders[ControlWord.LIFE] += 1
                 kept, life = checkpoints.folder, orders[ControlWord.LIFE]
                 context = RoleContext(
-                    plan, number, shared, self._handle_message, life=life, evaluated=kept, beat=self._beat
+                    plan,
+                    number,
+                    shared,
+                    self._handle_message,
+                    life=life,
+                    evaluated=kept,
+                    beat=self._beat,
+                    report_every=0.0,  # a clock would decide what the rows of metrics are over
                 )
                 context.words[Word.LIFE] = context.life
                 # Who takes over from processes that died goes on from what is shared, and with its optimiser.

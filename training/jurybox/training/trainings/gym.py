@@ -254,12 +254,13 @@ def _variant(name: str) -> type[GymTraining]:
 
 @cache
 def _variant_of(name: str, algorithm: type[Algorithm]) -> type[GymTraining]:
-    own, kind = algorithm.Settings.model_fields, OnPolicySettings if algorithm.on_policy else OffPolicySettings
+    kind = OnPolicySettings if algorithm.on_policy else OffPolicySettings
     if not issubclass(algorithm.Settings, kind):
         raise ConfigError(
             f"{name}.Settings is no subclass of {kind.__name__}, which an algorithm with on_policy = "
             f"{algorithm.on_policy} needs"
         )
+    own = algorithm.Settings.model_fields
     if taken := own.keys() & GymTraining.model_fields.keys():
         raise ConfigError(f"{name}.Settings has {', '.join(sorted(taken))}, which every training has: rename it")
     first = Field(name, description=GymTraining.model_fields["algorithm"].description)
