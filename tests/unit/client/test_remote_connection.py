@@ -5,6 +5,7 @@ import os
 import socket
 import time
 
+import numpy as np
 import pytest
 import zmq
 from tests.moments import each_moment
@@ -15,7 +16,8 @@ from jurybox.client.control import Wires
 from jurybox.client.link import RowsHere
 from jurybox.client.remote import zmq_socket
 from jurybox.client.remote.connection import Connection
-from jurybox.client.remote.tcp import TcpTransport
+from jurybox.client.remote.tcp import SentRows, TcpTransport
+from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.wire import PACK_REPLY, PREFIX
@@ -125,6 +127,32 @@ def test_an_exchange_leaves_the_answers_to_others(stood):
     assert [number for number, _ in link.answers(0)] == [5]
     answered(router, 6)
     wait_until(lambda: len(link.answers(0)) == 2, 20, "both came")
+
+
+@pytest.mark.parametrize("way", ["over_libzmq", "direct"])
+def test_answers_that_came_before_the_end_of_a_connection_are_read_before_it_is_replaced(context, way):
+    """A relay that stops sends what it has accepted, and ends: a client may find both at once."""
+    with zmq.Context() as of_relay:
+        router = of_relay.socket(zmq.ROUTER)
+        router.setsockopt(zmq.RCVTIMEO, 20_000)
+        where = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        connection = Connection.direct(where) if way == "direct" else Connection.over_libzmq(context, where, None)
+        wait_until(lambda: connection.server_lives() and connection.link.ready, 20, "it stands")
+        link, life = connection.link, int(connection.incarnation)
+        transport = TcpTransport(connection, RowsHere(SPEC, 1), 1)
+        transport._in_flight[5] = SentRows(0, 1, life)
+        assert link.send(5, (b"five",))
+        reply = PREFIX + PACK_REPLY.pack(5, 1, life, 0)
+        router.send_multipart((router.recv_multipart()[0], reply, np.ones(2, np.float32).tobytes()))
+        router.close(linger=20_000)
+    if way == "over_libzmq":  # the context has ended, so all is here, but a thread of libzmq may not have read it
+        assert link._events.poll(20_000)
+    assert connection.server_lives() and connection.link is link and connection.incarnation == life
+    (answer,) = transport.receive(0)
+    assert (answer.sequence, answer.code) == (5, Code.OK)
+    transport.settled(answer)
+    assert connection.server_lives() and connection.link is not link and connection.incarnation == life + 1
+    connection.close()
 
 
 def test_a_call_within_a_message_replaces_the_connection_and_does_not_wait_for_it(stood):

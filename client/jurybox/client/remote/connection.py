@@ -98,6 +98,8 @@ class Connection(OneEngine):
                     self._broken_at = None
                     self.engines["state"] = EngineState.SERVING
                     return True
+        if link is not None and link.broken and link.arrived:
+            return True  # what came before its end is read first
         if link is None or link.broken:
             # If nobody has looked since it was made, it counts as standing until now: the relay closes idle ones.
             if self._broken_at is None or (link is not None and link.was_ready):

@@ -115,7 +115,7 @@ class TcpTransport(Transport):
     def receive(self, timeout: float) -> Sequence[Answer]:
         self._connection.mend()
         link = self._connection.link
-        if link is None or link.broken:
+        if link is None or (link.broken and not link.arrived):
             if not self._answers:
                 time.sleep(min(timeout, _ATTEMPT_AGAIN))
             return list(self._answers.values())

@@ -95,6 +95,11 @@ class ZmqSocket(HeldSocket):
         return self._torn or self._moving is not None
 
     @property
+    def arrived(self) -> bool:
+        """Whether there are answers to requests that are not settled."""
+        return any(number for number, _ in list(self._arrived))
+
+    @property
     def unanswered(self) -> list[int]:
         """The numbers in flight, or those in flight when the connection broke."""
         return list(self._asked)
@@ -153,6 +158,7 @@ class ZmqSocket(HeldSocket):
         while not self.torn and (event := self._event()):
             self.was_ready = self.was_ready or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event == zmq.EVENT_DISCONNECTED:  # libzmq would connect again, but the tickets in flight are lost
+                self._take_in()  # what came before it
                 self.close()
         return bool(self._arrived)
 
