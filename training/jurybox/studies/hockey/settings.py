@@ -75,9 +75,7 @@ class HockeyTraining(EnvironmentSettings):
     envs: int | None = Field(None, ge=2, description="Number of games, over all workers; none: 8 per worker.")
 
     learning_starts: int = Field(10_000, ge=1, description="Env steps with random actions and without learning.")
-    # A learner step costs as much as about 25 env steps, so the learner is fully busy and a collector a third of the
-    # time: processes gain 1.3 over one at most. More games for each learner step would be fresher data, but gain less
-    # than the learner steps that they displace on the CPU.
+    # A compiled learner step costs as much as ten env steps: with eight of these for each, both processes are busy.
     train_freq: int = Field(8, ge=1, description="Env steps per `gradient_steps` learner steps.")
     gradient_steps: int = Field(1, ge=1, description="Learner steps per `train_freq` env steps.")
     max_ahead: Annotated[int, Field(ge=0)] | Literal["none"] = Field(
