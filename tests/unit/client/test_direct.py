@@ -241,6 +241,19 @@ def test_a_host_that_vanished_is_noticed_while_an_answer_is_waited_for(router, m
     front.close()
 
 
+def test_a_host_has_its_time_to_answer_a_ping(monkeypatch):
+    monkeypatch.setattr("jurybox.client.remote.connection.BEAT_MS", 50)
+    front = ZmtpListener("127.0.0.1:0", 1 << 20)
+    connection = Connection.direct(f"tcp://{front.bound}")
+    connection.link.send(1, (PREFIX + bytes(64),))
+    wait_until(lambda: connection.server_lives() and front.receive(len), 20, "it stands")
+    life, link = connection.incarnation, connection.link
+    wait_until(lambda: (connection.server_lives(), connection._pinged_at)[1] is not None, 20, "it was asked for a sign")
+    assert connection.server_lives() and connection.incarnation == life and connection.link is link and not link.broken
+    connection.close()
+    front.close()
+
+
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 
 
