@@ -143,7 +143,7 @@ def kill_at_random(folder: Path, times: int, seconds: float) -> tuple[int, objec
         kills.append(victim)
         last_kill[:] = [now, steps]
 
-    s = settings(steps=10**9, workers=2, evaluate_every=3000, checkpoint_every=5000, snapshot_every=50)
+    s = settings(steps=10**9, workers=2, evaluate_every=3000, checkpoint_every=5000, snapshot_every=50, compile="never")
     planned = dataclasses.replace(plan(s, folder), timeouts=Timeouts(failures=1000, back_off=(0.0, 0.1)))
     outcome = run(planned, folder, Nothing(), watch=watch, signals=signals)
     return len(kills), outcome
