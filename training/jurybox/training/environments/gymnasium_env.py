@@ -318,6 +318,19 @@ class Observations:
             leaf.name: leaf.read(self._part(observation, path), _named(path, self._of)) for path, leaf in self._leaves
         }
 
+    def strays(self, observation: Any) -> dict[str, str]:
+        """Say for each Box what is not in it of an observation that can be used all the same."""
+        found = {}
+        for path, box in _innermost(self._space):
+            if isinstance(box, spaces.Box):
+                what, given = _named(path, self._of), np.asarray(self._part(observation, path))
+                beyond = (given < box.low) | (given > box.high)
+                if beyond.any():
+                    found[what] = f"{what} holds {given[beyond][0]}, which is not in {box}"
+                elif given.dtype != box.dtype:
+                    found[what] = f"{what} is {given.dtype}, the space says {box.dtype}"
+        return found
+
     def row(self, observation: Any) -> Array:
         """Convert an observation to a row of `seen.dtype` and `seen.size` elements; a copy. Raises as `inputs`."""
         return self.packed(self.inputs(observation))

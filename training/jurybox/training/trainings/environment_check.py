@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
 from jurybox.processes.surroundings import kept
@@ -133,17 +132,17 @@ def _play(env: Environment, found: Checked, steps: int, seed: int) -> None:
     returns: list[float] = []
     rewards: list[float] = []
     slowest, stepping, length, total = _Slowest(), 0.0, 0, 0.0
-    shared, strays = False, dict[str, str]()
+    shared = False
     before = slowest.timed(lambda: begun(env.reset(seed=seed))[0])
     observations.inputs(before)
-    _look_for_strays(env.observation_space, before, "an observation", strays)
+    strays = observations.strays(before)
     for _ in range(steps):
         action = env.action_space.sample()
         began = time.perf_counter()
         result = stepped(env.step(action))
         stepping += time.perf_counter() - began
         observations.inputs(result.observation)
-        _look_for_strays(env.observation_space, result.observation, "an observation", strays)
+        strays = {**observations.strays(result.observation), **strays}  # the first of each part
         shared = shared or _shares(before, result.observation)
         before, length, total = result.observation, length + 1, total + result.reward
         rewards.append(result.reward)
@@ -266,23 +265,6 @@ def _children() -> set[int]:
 def _range(numbers: Sequence[float]) -> str:
     least, most = min(numbers), max(numbers)
     return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
-
-
-def _look_for_strays(space: Any, value: Any, what: str, found: dict[str, str]) -> None:
-    """Say once for each Box of a space what of a value, which can be used, is not in it."""
-    if isinstance(space, spaces.Box):
-        given = np.asarray(value)
-        beyond = (given < space.low) | (given > space.high)
-        if beyond.any():
-            found.setdefault(what, f"{what} holds {given[beyond][0]}, which is not in {space}")
-        elif given.dtype != space.dtype:
-            found.setdefault(what, f"{what} is {given.dtype}, the space says {space.dtype}")
-    elif isinstance(space, spaces.Dict):
-        for name, part in space.items():
-            _look_for_strays(part, value[name], f"{what}[{name!r}]", found)
-    elif isinstance(space, spaces.Tuple):
-        for number, part in enumerate(space):
-            _look_for_strays(part, value[number], f"{what}[{number}]", found)
 
 
 def _shares(first: Any, second: Any) -> bool:
