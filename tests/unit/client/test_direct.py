@@ -635,17 +635,20 @@ def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(over_libzmq, mo
     wires.close()
 
 
-def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(over_libzmq, router, wires, tmp_path):
+@pytest.mark.parametrize("how", ["receive", "exchange"])
+def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(over_libzmq, router, wires, tmp_path, how):
     """libzmq has given the frame to a call that has not returned it, and one that is nested in it looks for it."""
     address = f"ipc://{tmp_path}/engine"
     router.bind(address)
     transport = ZmqTransport(wires.context, [address], LANE, LEASE)
-    transport.send(ticket(5))
     first = transport._attached(0, LIFE).link
-    wait_until(lambda: router.poll(10), 20, "the ticket came")
-    router.recv_multipart()
-    reply(router, 5)
-    receive, seen = first._receive, []
+    send, receive, seen = first._send, first._receive, []
+
+    def sent(*given):
+        send(*given)
+        wait_until(lambda: router.poll(10), 20, "the ticket came")
+        router.recv_multipart()
+        reply(router, 5)
 
     def received(*given):
         frames = receive(*given)
@@ -656,13 +659,46 @@ def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(over_l
             seen.append(sequence_of(router.recv_multipart()))
         return frames
 
-    first._receive = received
-    assert not transport.receive(20.0), "the first answer does not count: the second may write to the rows"
+    first._send, first._receive = sent, received
+    if how == "exchange":
+        came = transport.exchange(ticket(5), 20.0)
+    else:
+        transport.send(ticket(5))
+        came = transport.receive(20.0)
+    assert not came, "the first answer does not count: the second may write to the rows"
     held, replaced, again = seen
     assert held and replaced and again != 5
     reply(router, again)
     (answer,) = transport.receive(20.0)
     assert answer.sequence == 5
+    transport.settled(answer)
+    assert not transport.holds(ticket(5)) and not transport.receive(0)
+    transport.close()
+
+
+def test_an_answer_received_when_its_socket_was_replaced_is_there_until_it_is_settled(
+    over_libzmq, router, wires, tmp_path
+):
+    """Its ticket is not sent again: the rows could be others' when the second one is computed."""
+    address = f"ipc://{tmp_path}/engine"
+    router.bind(address)
+    transport = ZmqTransport(wires.context, [address], LANE, LEASE)
+    transport.send(ticket(5))
+    first = transport._attached(0, LIFE).link
+    receive = first._receive
+    wait_until(lambda: router.poll(10), 20, "the ticket came")
+    router.recv_multipart()
+    reply(router, 5)
+
+    def received(*given):
+        frames = receive(*given)
+        transport._attached(0, LIFE)
+        return frames
+
+    first._receive = received
+    (answer,) = transport.receive(20.0)
+    assert answer.sequence == 5 and transport.holds(ticket(5)) and transport.receive(0) == [answer]
+    assert not router.poll(100)
     transport.settled(answer)
     assert not transport.holds(ticket(5)) and not transport.receive(0)
     transport.close()
