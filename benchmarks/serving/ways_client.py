@@ -36,7 +36,7 @@ def ours(address: str, transport: str = "auto") -> Ask:
 
 def ours_over_libzmq(address: str, transport: str) -> Ask:
     """The same over libzmq, as where a ZMTP connection of our own cannot be."""
-    for name in ("transports.zmq", "remote.tcp_link"):
+    for name in ("transports.engine_link", "remote.tcp_link"):
         with contextlib.suppress(ImportError):  # one of the two has no own connection to a local server any more
             vars(importlib.import_module(f"jurybox.client.{name}"))["can_dial"] = lambda _: False
     return ours(address, transport)

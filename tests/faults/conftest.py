@@ -91,7 +91,7 @@ def client(request, reachable, monkeypatch):
     """A connection over each transport; "lib": as where the native core is missing, or with CURVE."""
     way = request.param.removeprefix("lib")
     if way != request.param:
-        for module in ("transports.zmq", "remote.tcp_link"):
+        for module in ("transports.engine_link", "remote.tcp_link"):
             monkeypatch.setattr(f"jurybox.client.{module}.can_dial", lambda address: False)
     local = way in ("shm", "zmq")
     where = reachable.address if local else f"{way}://{reachable.listening(way)}"

@@ -186,28 +186,25 @@ def test_a_loop_within_a_call_that_has_the_rows_is_told_so_at_once(client):
 
 def test_a_call_within_one_that_has_received_an_answer_for_the_rows_is_told_so_at_once(reachable, monkeypatch):
     """A handler may run when pyzmq has taken a frame out of the socket and not returned it: nobody else gets it."""
-    monkeypatch.setattr("jurybox.client.transports.zmq.can_dial", lambda address: False)
+    monkeypatch.setattr("jurybox.client.transports.engine_link.can_dial", lambda address: False)
     with jurybox.client.connect(reachable.address, transport="zmq", timeout=60) as client:
         model = client.model("affine", rows=ROWS)
         x = np.arange(180, dtype=np.float32).reshape(45, 4)
         model.infer(x)
         (engine,) = model.requests.lane._transport._engines.values()
-        told = []
+        receive, told = engine.link._receive, []
 
-        def then_nested(receive):
-            def received():
-                frame = receive()
-                if not told:
-                    told.append(True)
-                    began = time.monotonic()
-                    with pytest.raises(Busy):
-                        model(x[0])
-                    assert time.monotonic() - began < PROMPT, "it waited for what the call has that it is nested in"
-                return frame
+        def then_nested(*given):
+            frames = receive(*given)
+            if not told:
+                told.append(True)
+                began = time.monotonic()
+                with pytest.raises(Busy):
+                    model(x[0])
+                assert time.monotonic() - began < PROMPT, "it waited for what the call has that it is nested in"
+            return frames
 
-            return received
-
-        engine._receive_now = then_nested(engine._receive_now)
+        engine.link._receive = then_nested
         np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
         assert told
         all_rows_are_free(model)

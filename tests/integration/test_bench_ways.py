@@ -31,7 +31,7 @@ def addresses(tmp_path_factory):
 @pytest.fixture
 def own_connections(monkeypatch):
     """What a way turns off in its own process is on again after a test."""
-    for module in ("transports.zmq", "remote.tcp_link"):
+    for module in ("transports.engine_link", "remote.tcp_link"):
         monkeypatch.setattr(f"jurybox.client.{module}.can_dial", can_dial)
 
 

@@ -97,6 +97,7 @@ class Wires:
 
     def __init__(self) -> None:
         self.context = _Context()
+        self._standing = [self.context]  # until one call ends it
         self._pid = os.getpid()
 
     def close(self, linger: int = 0) -> None:
@@ -111,14 +112,19 @@ class Wires:
             done.acquire(timeout=_CLOSE + linger / 1000)
 
     def leave(self, linger: int = 0, done: Callable[[], None] = lambda: None) -> bool:
-        """Like `close`, without waiting: for finalizers. Return whether it calls `done`, in another thread.
+        """Like `close`, without waiting: for finalizers. Return whether it calls `done`, in another thread: once.
 
         The thread comes from _thread: the garbage collector may call this method at any point, even inside threading.
         """
-        if os.getpid() != self._pid or self.context.closed:
+        if os.getpid() != self._pid:
             return False
         try:
-            _thread.start_new_thread(_destroy, (self.context, linger, done))
+            # A second thread could end what libzmq has freed by then.
+            context = self._standing.pop()
+        except IndexError:
+            return False
+        try:
+            _thread.start_new_thread(_destroy, (context, linger, done))
         except RuntimeError:  # the interpreter is shutting down
             return False
         return True

@@ -11,7 +11,7 @@ from tests.serving import serving, wait_until
 
 from jurybox.client import Busy, Refused, ServerGone, SpecMismatch, connect
 from jurybox.client.remote.keys import keys
-from jurybox.client.remote.zmq_socket import open_socket
+from jurybox.client.transports.zmq_socket import open_socket
 from jurybox.protocol import wire
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, LeaseRequest, LoadRequest, ReleaseRequest
 from jurybox.protocol.errors import Code

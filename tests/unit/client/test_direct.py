@@ -23,9 +23,12 @@ from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.tcp import TcpTransport
-from jurybox.client.transports import zmq as libzmq
-from jurybox.client.transports.direct import DirectCaller, DirectEngine, dial
+from jurybox.client.transports import engine_link, zmq_socket
+from jurybox.client.transports.direct import dial
+from jurybox.client.transports.engine_link import EngineCaller, EngineLink
 from jurybox.client.transports.transport import NOT_ANSWERED, RowPlace
+from jurybox.client.transports.zmq import ZmqTransport
+from jurybox.client.transports.zmq_socket import ZmqSocket
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, TooManyFiles
 from jurybox.protocol.scoreboard import ENGINE, EngineState
@@ -50,17 +53,27 @@ def router():
 
 
 @pytest.fixture
-def engine(router, tmp_path):
+def wires():
+    made = Wires()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["own socket", "libzmq"])
+def engine(request, router, wires, monkeypatch, tmp_path):
+    """A link over a socket of our own, and one as where the native core is missing."""
+    if request.param == "libzmq":
+        monkeypatch.setattr(engine_link, "can_dial", lambda address: False)
     address = f"ipc://{tmp_path}/engine"
     router.bind(address)
-    made = DirectEngine(address, LANE, LEASE, LIFE)
+    made = EngineLink(wires.context, address, LANE, LEASE, LIFE)
     yield made
     made.close()
 
 
 def ticket(sequence):
     made = InFlight(sequence, 0, 1, 0, 0)
-    made.incarnation = LIFE
+    made.engine, made.incarnation = 0, LIFE
     return made
 
 
@@ -87,7 +100,10 @@ def answers(engine):
 
 
 def break_off(router, engine):
-    """Have the client end the connection: the router sends what no engine would."""
+    """Have the client end the connection: a call is interrupted within a message, or the router sends too much."""
+    if isinstance(engine.link, ZmqSocket):
+        engine.link.close()
+        return
     router.send_multipart((lane_identity(LANE, LEASE), bytes(2 << 20)))
     wait_until(lambda: (engine.answers(0), engine.broken)[1], 20, "the connection is broken")
 
@@ -142,9 +158,9 @@ def test_a_ticket_that_the_engine_still_has_is_sent_again_later(router, engine):
     assert engine.has(ticket(5))
 
 
-def test_nobody_there_is_no_connection(tmp_path):
+def test_nobody_there_is_no_connection(wires, tmp_path):
     assert dial(f"ipc://{tmp_path}/nobody", b"", 1 << 20) is None
-    engine = DirectEngine(f"ipc://{tmp_path}/nobody", LANE, LEASE, LIFE)
+    engine = EngineLink(wires.context, f"ipc://{tmp_path}/nobody", LANE, LEASE, LIFE)
     send(engine, 5)
     assert engine.broken
     assert not engine.has(ticket(5)), "the lane sends it again"
@@ -306,18 +322,19 @@ def check_deadline(call, row):
     assert before <= call.deadline - 80_000_000 <= time.monotonic_ns()
 
 
-def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, engine, signals):
+def serving():
+    """An engine's record of the scoreboard."""
     states = np.zeros(1, ENGINE)
     states["incarnation"], states["state"] = LIFE, EngineState.SERVING
-    wait_until(lambda: (engine.answers(0), engine.link.ready)[1], 20, "it is connected")
-    place = RowPlace(0, 1, None, None, None, None, states, LIFE, 0)
-    check_deadline(DirectCaller(engine, place), None)
+    return states
 
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        address = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        check_deadline(libzmq._ZmqCaller(libzmq._AttachedSocket(dealer, address, LANE, LEASE, LIFE), place), None)
 
+def test_a_caller_of_an_engine_names_its_deadline_if_a_signal_ends_its_wait(router, engine, signals):
+    wait_until(lambda: (engine.answers(0), engine.link.look(), engine.link.ready)[-1], 20, "it is connected")
+    check_deadline(EngineCaller(engine, RowPlace(0, 1, None, None, None, None, serving(), LIFE, 0)), None)
+
+
+def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, signals):
     connection, rows, transport = connected(router)
     check_deadline(transport.caller(row_place(connection, rows)), np.ones(2, np.float32))
     transport.close()
@@ -325,7 +342,7 @@ def test_a_caller_names_its_deadline_if_a_signal_ends_its_wait(router, engine, s
     memory = np.frombuffer(mmap.mmap(-1, native.RINGS_BYTES), np.uint8)
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     client = native.ShmRingsClient(memory, 0, LEASE, wake, 0)
-    check_deadline(native.ShmRingsCaller(client, None, None, states, 0, 1, LIFE, LOOK_AFTER), None)
+    check_deadline(native.ShmRingsCaller(client, None, None, serving(), 0, 1, LIFE, LOOK_AFTER), None)
     os.close(wake)
 
 
@@ -560,51 +577,144 @@ def test_a_socket_whose_connection_could_not_be_made_is_closed_once(monkeypatch)
     theirs.close()
 
 
-def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothing(tmp_path):
-    """Over libzmq: either its answer is still here, or the engine does not count as having the ticket."""
-    address, asked = f"ipc://{tmp_path}/engine", SimpleNamespace(sequence=7)
+def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothing(router, engine):
+    """Either its answer is still here, or the engine does not count as having the ticket."""
 
     def interrupt():
         raise KeyboardInterrupt
 
     fell = 0
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        for moment in each_moment((libzmq.__file__,), interrupt):
-            engine = libzmq._AttachedSocket(dealer, address, LANE, LEASE, LIFE)
-            engine.unanswered[7] = None
-            engine._arrived.append(PREFIX + PACK_REPLY.pack(7, 0, LIFE, 0))
-            with contextlib.suppress(KeyboardInterrupt), moment:
-                engine.settled(7)
-            assert engine.has(asked) == bool(engine._arrived)
-            fell += moment.fell
+    for sequence, moment in enumerate(each_moment((engine_link.__file__, zmq_socket.__file__), interrupt), 7):
+        send(engine, sequence)
+        wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
+        router.recv_multipart()
+        reply(router, sequence)
+        assert engine.answers(20.0)
+        with contextlib.suppress(KeyboardInterrupt), moment:
+            engine.settled(sequence)
+        assert engine.has(ticket(sequence)) == bool(engine.answers(0))
+        engine.settled(sequence)
+        fell += moment.fell
     assert fell > 3
 
 
-@pytest.mark.parametrize("within", ["send", "recv", "poll", "poll of several"])
+@pytest.fixture
+def over_libzmq(monkeypatch):
+    monkeypatch.setattr(engine_link, "can_dial", lambda address: False)
+
+
+@pytest.mark.parametrize("within", ["_send", "_receive", "_poll", "poll of several"])
 @pytest.mark.parametrize("end", ["engine", "transport", "link"])
-def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(monkeypatch, tmp_path, within, end):
+def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(over_libzmq, monkeypatch, tmp_path, within, end):
     """As pyzmq runs a signal handler that closes it, when it has looked whether it is open."""
-    monkeypatch.setattr(libzmq, "can_dial", lambda address: False)
     wires, open_within = Wires(), []
-    transport = libzmq.ZmqTransport(wires.context, [f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/other"], LANE, LEASE)
+    transport = ZmqTransport(wires.context, [f"ipc://{tmp_path}/engine", f"ipc://{tmp_path}/other"], LANE, LEASE)
     engine = transport._attached(0, LIFE)
+    socket_of_libzmq = engine.link.socket
     ends = {"engine": lambda: transport._drop((0, LIFE)), "transport": transport.close, "link": wires.leave}
 
     def nested(*_):
-        ends[end]()
-        open_within.append(not engine.socket.closed)
+        if not open_within:
+            ends[end]()
+            open_within.append(not socket_of_libzmq.closed)
         raise zmq.Again
 
-    where, name, call = {
-        "send": (engine, "_send", lambda: engine.send(1, 0, 1, 0, 0, 0)),
-        "recv": (engine, "_receive_now", lambda: engine.answers(0)),
-        "poll": (type(engine.socket), "poll", lambda: engine.wait(0.01)),
-        "poll of several": (zmq.Poller, "poll", lambda: (transport._attached(1, LIFE), transport.receive(0.01))),
-    }[within]
-    monkeypatch.setattr(where, name, nested)
+    if within == "poll of several":
+        transport._attached(1, LIFE)
+        monkeypatch.setattr(zmq, "zmq_poll", nested)
+    else:
+        setattr(engine.link, within, nested)
     with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
-        call()
+        if within == "_send":
+            engine.send(1, 0, 1, 0, 0, 0)
+        else:
+            transport.receive(0.01)
     assert open_within == [True]
-    wait_until(lambda: engine.socket.closed, 20, "it is closed")
+    wait_until(lambda: socket_of_libzmq.closed, 20, "it is closed")
     transport.close()
     wires.close()
+
+
+@pytest.mark.parametrize("how", ["receive", "exchange"])
+def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(over_libzmq, router, wires, tmp_path, how):
+    """libzmq has given the frame to a call that has not returned it, and one that is nested in it looks for it."""
+    address = f"ipc://{tmp_path}/engine"
+    router.bind(address)
+    transport = ZmqTransport(wires.context, [address], LANE, LEASE)
+    first = transport._attached(0, LIFE).link
+    send, receive, seen = first._send, first._receive, []
+
+    def sent(*given):
+        send(*given)
+        wait_until(lambda: router.poll(10), 20, "the ticket came")
+        router.recv_multipart()
+        reply(router, 5)
+
+    def received(*given):
+        frames = receive(*given)
+        if not seen:
+            seen.append(transport.holds(ticket(5)))  # the call that this one is nested in has its answer
+            seen.append(transport._attached(0, LIFE).link is not first)
+            wait_until(lambda: router.poll(10), 20, "it came again")
+            seen.append(sequence_of(router.recv_multipart()))
+        return frames
+
+    first._send, first._receive = sent, received
+    if how == "exchange":
+        came = transport.exchange(ticket(5), 20.0)
+    else:
+        transport.send(ticket(5))
+        came = transport.receive(20.0)
+    assert not came, "the first answer does not count: the second may write to the rows"
+    held, replaced, again = seen
+    assert held and replaced and again != 5
+    reply(router, again)
+    (answer,) = transport.receive(20.0)
+    assert answer.sequence == 5
+    transport.settled(answer)
+    assert not transport.holds(ticket(5)) and not transport.receive(0)
+    transport.close()
+
+
+def test_an_answer_received_when_its_socket_was_replaced_is_there_until_it_is_settled(
+    over_libzmq, router, wires, tmp_path
+):
+    """Its ticket is not sent again: the rows could be others' when the second one is computed."""
+    address = f"ipc://{tmp_path}/engine"
+    router.bind(address)
+    transport = ZmqTransport(wires.context, [address], LANE, LEASE)
+    transport.send(ticket(5))
+    first = transport._attached(0, LIFE).link
+    receive = first._receive
+    wait_until(lambda: router.poll(10), 20, "the ticket came")
+    router.recv_multipart()
+    reply(router, 5)
+
+    def received(*given):
+        frames = receive(*given)
+        transport._attached(0, LIFE)
+        return frames
+
+    first._receive = received
+    (answer,) = transport.receive(20.0)
+    assert answer.sequence == 5 and transport.holds(ticket(5)) and transport.receive(0) == [answer]
+    assert not router.poll(100)
+    transport.settled(answer)
+    assert not transport.holds(ticket(5)) and not transport.receive(0)
+    transport.close()
+
+
+def test_an_answer_of_one_engine_is_waited_for_beside_a_broken_connection_to_another(
+    over_libzmq, router, wires, tmp_path
+):
+    address = f"ipc://{tmp_path}/engine"
+    router.bind(address)
+    transport = ZmqTransport(wires.context, [address, f"ipc://{tmp_path}/other"], LANE, LEASE)
+    transport._attached(1, LIFE).link.close()
+    transport.send(ticket(5))
+    wait_until(lambda: router.poll(10), 20, "the ticket came")
+    router.recv_multipart()
+    assert not transport.receive(0.01)
+    reply(router, 5)
+    assert [answer.sequence for answer in transport.receive(20.0)] == [5]
+    transport.close()

@@ -14,9 +14,9 @@ from tests.serving import wait_until
 from jurybox.client import ServerGone, connect
 from jurybox.client.control import Wires
 from jurybox.client.link import RowsHere
-from jurybox.client.remote import zmq_socket
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.tcp import SentRows, TcpTransport
+from jurybox.client.transports import zmq_socket
 from jurybox.protocol.errors import Code
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
@@ -90,20 +90,16 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-class Entered:
-    """A socket within whose method of this name something else happens first, as within pyzmq a signal handler."""
+def entered(owner, name, action):
+    """Let something else happen first within this method, as within pyzmq a signal handler, once."""
+    method = getattr(owner, name)
 
-    def __init__(self, socket, name, action) -> None:
-        self._socket, self._name, self._action = socket, name, action
+    def within(*args, **options):
+        setattr(owner, name, method)
+        action()
+        return method(*args, **options)
 
-    def __getattr__(self, name):
-        def entered(*args, **options):
-            self._name = ""
-            self._action()
-            return method(*args, **options)
-
-        method = getattr(self._socket, name)
-        return entered if name == self._name else method
+    setattr(owner, name, within)
 
 
 def test_an_answer_stays_until_it_is_settled(stood):
@@ -159,7 +155,7 @@ def test_a_call_within_a_message_replaces_the_connection_and_does_not_wait_for_i
     """Half a message may be in the socket: what is sent next would become its other half."""
     connection, router = stood
     link, life = connection.link, connection.incarnation
-    link._socket = Entered(link._socket, "send_multipart", interrupt)
+    entered(link, "_send", interrupt)
     with pytest.raises(KeyboardInterrupt):
         link.send(5, (b"five",))
     assert link.torn and not link.send(6, (b"six",)) and link.torn  # also if the next call is interrupted there
@@ -175,19 +171,19 @@ def test_a_call_within_a_message_replaces_the_connection_and_does_not_wait_for_i
 
 
 CALLS = {
-    ("_socket", "send_multipart"): lambda link: link.send(6, (b"six", b"row")),
-    ("_socket", "recv_multipart"): lambda link: link.answers(0),
-    ("_socket", "poll"): lambda link: link.answers(0.01),
-    ("_events", "poll"): lambda link: link.look(),
+    "_send": lambda link: link.send(6, (b"six", b"row")),
+    "_receive": lambda link: link.answers(0),
+    "_poll": lambda link: link.answers(0.01),
+    "poll": lambda link: link.look(),
 }
 
 
 @pytest.mark.parametrize("end", [lambda: None, interrupt], ids=["returns", "is interrupted"])
-@pytest.mark.parametrize("where", CALLS, ids=".".join)
+@pytest.mark.parametrize("where", CALLS)
 def test_a_socket_stays_open_until_no_call_is_within_it(stood, where, end):
     """Else pyzmq would go on in freed memory, or in the next socket, which then lost answers and got half messages."""
     connection, _ = stood
-    link, first, open_within = connection.link, connection.link._socket, []
+    link, first, open_within = connection.link, connection.link.socket, []
 
     def nested():
         link.close()
@@ -195,7 +191,7 @@ def test_a_socket_stays_open_until_no_call_is_within_it(stood, where, end):
         open_within.append(not first.closed)
         end()
 
-    setattr(link, where[0], Entered(getattr(link, where[0]), where[1], nested))
+    entered(link._events if where == "poll" else link, where, nested)
     with contextlib.suppress(KeyboardInterrupt):
         CALLS[where](link)
     assert open_within[0] and first.closed
@@ -277,7 +273,7 @@ def test_ctrl_c_anywhere_within_a_call_keeps_no_socket_open(stood):
             link.send(6, (b"six", b"row"))
             link.answers(0.001)
         link.close()
-        assert link._socket.closed
+        assert link.socket.closed
         fell += moment.fell
     assert fell > 20
 
@@ -287,16 +283,31 @@ def test_the_end_of_all_connections_leaves_a_socket_open_that_a_call_is_within(s
     monkeypatch.setattr("jurybox.client.control._CLOSE", 0.1)
     wires = Wires()
     link = zmq_socket.ZmqSocket(wires.context, router.last_endpoint.decode(), None)
-    first, open_within = link._socket, []
+    first, open_within = link.socket, []
 
     def nested():
         wires.close()
         open_within.append(not first.closed)
 
-    link._socket = Entered(first, "send_multipart", nested)
+    entered(link, "_send", nested)
     link.send(6, (b"six", b"row"))
     assert open_within == [True] and first.closed
     wait_until(lambda: wires.context.closed and not wires.context.held, 20, "the end of the context")
+
+
+def test_all_connections_end_once_whoever_ends_them_again_meanwhile():
+    """A second end at the same time would be of what libzmq has freed by then."""
+    wires = Wires()
+    socket, ended = wires.context.socket(zmq.DEALER), []
+    close = socket.close
+
+    def within(linger):
+        ended.extend((wires.leave(done=lambda: ended.append("twice")), wires.close()))
+        close(linger)
+
+    socket.close = within
+    wires.close()
+    assert ended == [False, None] and wires.context.closed
 
 
 def test_a_connection_that_was_opened_while_another_was_is_closed_when_it_is_replaced(stood):

@@ -11,8 +11,8 @@ import zmq
 
 from jurybox.client.link import OneEngine
 from jurybox.client.remote.keys import Keys
-from jurybox.client.remote.zmq_socket import BEAT_MS, MOST_BYTES, SILENCE_MS, ZmqSocket
 from jurybox.client.transports.direct import dial
+from jurybox.client.transports.zmq_socket import BEAT_MS, MOST_BYTES, SILENCE_MS, ZmqSocket
 from jurybox.protocol.descriptors import require
 from jurybox.protocol.scoreboard import EngineState
 

@@ -12,7 +12,6 @@ import numpy as np
 from jurybox.client.in_flight import LOOK_AFTER, Answer, Claim, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.connection import IDLE, Connection
-from jurybox.client.remote.zmq_socket import ZmqSocket
 from jurybox.client.transports.transport import (
     HEAD,
     NAMED,
@@ -27,6 +26,7 @@ from jurybox.client.transports.transport import (
     Watching,
     read_reply,
 )
+from jurybox.client.transports.zmq_socket import ZmqSocket
 from jurybox.protocol import row_frames
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch
 from jurybox.protocol.wire import PACK_TICKET, PREFIX

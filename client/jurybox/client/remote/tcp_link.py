@@ -17,9 +17,9 @@ from jurybox.client.link import ControlLink, RowsHere, spec_of, traced, wants_tr
 from jurybox.client.remote.connection import Connection
 from jurybox.client.remote.keys import Keys
 from jurybox.client.remote.tcp import TcpTransport
-from jurybox.client.remote.zmq_socket import open_socket
 from jurybox.client.transports.direct import can_dial
 from jurybox.client.transports.transport import Transport
+from jurybox.client.transports.zmq_socket import open_socket
 from jurybox.protocol.address import out_of_reach
 from jurybox.protocol.control_pb2 import ControlReply, Lease, ReleaseRequest
 from jurybox.protocol.errors import Error, ServerGone, Timeout

@@ -40,6 +40,11 @@ def read_reply(frame: bytes, sender: str) -> Answer:
     return Answer(sequence, code, frame[HEAD:].decode(errors="replace") if code else "", version, incarnation)
 
 
+def number_in(reply: bytes) -> int:
+    """Return the number in a reply's bytes; 0 if they are too few."""
+    return int.from_bytes(reply[len(PREFIX) : NAMED], "little") if len(reply) >= NAMED else 0
+
+
 class Watching:
     """An event loop that is notified when answers may have arrived. Create it in the loop's thread."""
 

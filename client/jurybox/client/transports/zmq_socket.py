@@ -1,31 +1,40 @@
-"""A client's libzmq sockets to a relay, for CURVE and for installs without the native core."""
+"""A client's libzmq sockets to engines and a relay, for CURVE and for installs without the native core."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import zmq
+from zmq.backend import Socket as Bare  # the plain methods: what zmq.Socket adds takes as long as they do
 from zmq.utils.monitor import recv_monitor_message
 
 from jurybox.client import control
-from jurybox.client.held_socket import HeldSocket
-from jurybox.client.remote.keys import Keys
-from jurybox.client.transports.direct import number_in
+from jurybox.client.transports.transport import number_in
 from jurybox.protocol.descriptors import require
+
+if TYPE_CHECKING:
+    from jurybox.client.remote.keys import Keys
 
 MOST_BYTES = 1 << 30  # the largest frame accepted from a server
 BEAT_MS, SILENCE_MS = 2000, 10_000  # the heartbeat interval, and the silence that ends a connection
 _FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
+_NOBLOCK, _RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, identity: bytes) -> zmq.Socket[bytes]:
+def new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
+) -> zmq.Socket[bytes]:
     """Create a DEALER socket that reconnects automatically and detects an unreachable host through heartbeats.
 
     Args:
+        address: what it will be connected to.
         identity: the socket's identity, the same for every connection. If empty, each connection gets a new one, and
             need not wait until the relay has closed the previous one.
     """
@@ -37,8 +46,9 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, ident
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    if address.startswith("tcp://"):  # on this host the kernel tells of the peer's end, and a stopped one may go on
+        socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -50,19 +60,27 @@ def open_socket(
     context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes
 ) -> zmq.Socket[bytes]:
     """Create a socket like `new_socket` and connect it."""
-    socket = new_socket(context, keys, identity)
+    socket = new_socket(context, address, keys, identity)
     socket.connect(address)
     return socket
 
 
-class ZmqSocket(HeldSocket):
-    """One connection over a libzmq socket, with the methods of native.Zmtp that a lane of a relay uses.
+class ZmqSocket:
+    """One connection over a libzmq socket, with the methods of native.Zmtp that a lane uses.
 
     A message of several frames is sent and received by several calls of pyzmq. A call that finds another one within a
     message, which was interrupted or in which it is nested, knows by `torn` that the connection must be replaced.
 
+    pyzmq runs signal handlers, and the garbage collector destructors, also when it has looked whether a socket is open
+    and before it uses it. A socket that a nested call closes there is freed memory, or already the next socket, which
+    would get the rest of a message or lose one. So as long as calls are within it, the last of them closes it.
+
+    Args:
+        identity: see `new_socket`.
+
     Attributes:
-        broken: whether it must be replaced. Messages that have arrived stay.
+        socket: libzmq's.
+        broken: whether it must be replaced; it was closed, or will be. Messages that have arrived stay.
         was_ready: whether the handshake was completed, also before it broke.
         descriptor: readable when messages may have arrived; edge-triggered, and sending clears its signal.
         silence: libzmq looks after it with heartbeats of its own, so none counts.
@@ -70,19 +88,27 @@ class ZmqSocket(HeldSocket):
 
     silence = 0.0
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes = b""
+    ) -> None:
         require(_FILES, f"a connection to {address}")
-        self.was_ready = self._torn = False
+        self.broken = self.was_ready = self._torn = False
+        self._pid = os.getpid()
+        self._calls = itertools.count(1)
+        self._inside: dict[int, None] = {}  # the numbers of the calls that are within a call of pyzmq
         self._moving: int | None = None  # the one that is within a message, or was when it was interrupted
         self._asked: dict[int, None] = {}  # the numbers of messages whose answers are not settled
         self._arrived: list[tuple[int, list[Any]]] = []  # answers that are not settled
-        # A lane's tickets name the lease, so its connection needs no fixed identity: the relay accepts a new connection
-        # immediately, even if the previous one is still open.
-        self._socket = new_socket(context, keys, b"")
-        self._events = self._socket.get_monitor_socket(_EVENTS)
-        super().__init__(self._socket, self._events)
-        self._socket.connect(address)
-        self.descriptor = int(self._socket.getsockopt(zmq.FD))
+        self.socket = new_socket(context, address, keys, identity)
+        self._events = self.socket.get_monitor_socket(_EVENTS)
+        self._send, self._receive = partial(Bare.send, self.socket), partial(Bare.recv, self.socket)
+        self._option = partial(Bare.get, self.socket)
+        self._poll = partial(zmq.zmq_poll, [(self.socket, zmq.POLLIN)])
+        self._open = [(self.socket, self._events)]
+        # What closes all sockets of a link (control.Wires) must ask here: a call may be within these.
+        getattr(context, "held", {}).update((id(socket), self) for socket in (self.socket, self._events))
+        self.socket.connect(address)
+        self.descriptor = int(self.socket.getsockopt(zmq.FD))
 
     @property
     def ready(self) -> bool:
@@ -108,12 +134,14 @@ class ZmqSocket(HeldSocket):
         """Send a message whose answer will have this number. False: it was not sent."""
         # pyzmq tries whether an array is a buffer, and takes whatever a signal handler raises meanwhile for a no.
         parts = [frame if isinstance(frame, bytes) else memoryview(frame) for frame in frames]
-        with self._within(moving=True) as whole:
+        with self.within(moving=True) as whole:
             if not whole:
                 return False
             self._asked[number] = None
             try:
-                self._socket.send_multipart(parts, zmq.NOBLOCK)
+                for part in parts[:-1]:
+                    self._send(part, _NOBLOCK | zmq.SNDMORE)
+                self._send(parts[-1], _NOBLOCK)
             except zmq.Again:  # the send buffer is full
                 self._asked.pop(number, None)
         return not self.broken and number in self._asked
@@ -130,8 +158,8 @@ class ZmqSocket(HeldSocket):
                     return answer
             if self.broken or (left := until - time.monotonic()) <= 0:
                 return None
-            self._wait(left)
-            self._take_in()
+            if self._wait(left):
+                self._take_in(1)
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
@@ -174,7 +202,7 @@ class ZmqSocket(HeldSocket):
         self._close_if_left()
 
     @contextlib.contextmanager
-    def _within(self, *, moving: bool) -> Iterator[bool]:
+    def within(self, *, moving: bool = False) -> Iterator[bool]:
         """Within the ``with`` block the socket stays open. False: it is broken.
 
         Args:
@@ -197,25 +225,39 @@ class ZmqSocket(HeldSocket):
             if not self.broken:  # else the context has ended
                 raise
         finally:
-            self._left(number)
+            self._inside.pop(number, None)
+            self._close_if_left()
+
+    def _close_if_left(self) -> None:
+        """Close the socket if it is broken and no call is within it."""
+        if not self.broken or self._inside or self._pid != os.getpid():
+            return
+        with contextlib.suppress(IndexError):  # another call closes it
+            socket, events = self._open.pop()
+            with contextlib.suppress(zmq.ZMQError):  # the context has ended, or has closed it
+                socket.disable_monitor()
+            events.close()
+            socket.close()
 
     def _event(self) -> int:
         """Return the next event of the connection that has come; 0: none."""
-        with self._within(moving=True) as whole:
+        with self.within(moving=True) as whole:
             if whole and self._events.poll(0):
                 return int(recv_monitor_message(self._events)["event"])
         return 0
 
-    def _take_in(self) -> None:
-        """Receive the messages that have arrived."""
-        with self._within(moving=True) as whole, contextlib.suppress(zmq.Again):
-            while whole and not self.broken:
+    def _take_in(self, most: int | None = None) -> None:
+        """Receive the messages that have arrived, at most so many."""
+        with self.within(moving=True) as whole, contextlib.suppress(zmq.Again):
+            while whole and most != 0 and not self.broken:
                 # As bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise.
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = [self._receive(_NOBLOCK)]
+                while self._option(_RCVMORE):
+                    frames.append(self._receive(_NOBLOCK))
                 self._arrived.append((number_in(frames[0]), frames))
+                most = None if most is None else most - 1
 
-    def _wait(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a message, without receiving it."""
-        with self._within(moving=False) as whole:
-            if whole:
-                self._socket.poll(int(timeout * 1000 + 0.999))
+    def _wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for a message, without receiving it; return whether there is one."""
+        with self.within() as whole:
+            return whole and bool(self._poll(int(timeout * 1000 + 0.999)))
