@@ -14,7 +14,7 @@ import time
 import unittest.mock
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,6 +31,17 @@ runpy.run_module("jurybox.server.cli", run_name="__main__", alter_sys=True)
 """
 _PIDFD_GETFD = 438  # the number of the system call, the same on all processors
 START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
+
+
+before_unit_tests = ExitStack()  # what is closed before the unit tests of a run, which come last
+
+
+@contextmanager
+def until_unit_tests(of_many_files: AbstractContextManager[RunningServer]) -> Iterator[RunningServer]:
+    """For a fixture of a whole run: the server ends before the unit tests, or with the run."""
+    with ExitStack() as open_until:
+        before_unit_tests.push(open_until)
+        yield open_until.enter_context(of_many_files)
 
 
 ServerProcess: TypeAlias = "subprocess.Popen[str] | preloaded.Process"
