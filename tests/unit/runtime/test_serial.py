@@ -10,7 +10,7 @@ from tests.unit.runtime.toys import HERE, Rows, Summer, plan
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import Budget, End, Kind, Plan, PlanError, RoleSpec
+from jurybox.training.runtime.plan import Budget, End, Kind, Plan, PlanError, PolicyServer, RoleSpec
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.serial import Deadlock
 
@@ -33,6 +33,12 @@ def test_the_ratio_holds_after_every_run(tmp_path):
     assert outcome.end is End.STEPS and outcome.serial
     assert (outcome.env_steps, outcome.learner_steps) == (301, (301 - 21) // 4 * 2)
     assert outcome.episodes == 30
+
+
+def test_a_server_that_has_none_of_the_channels_is_not_asked(tmp_path):
+    """It may be there for past selves alone."""
+    server = PolicyServer("ipc:///nowhere", {}, timeout=1.0)
+    assert run(plan(steps=60, server=server), tmp_path, Rows(), serial=True).end is End.STEPS
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path):
