@@ -8,7 +8,8 @@ from importlib.metadata import version
 import pytest
 from tests.serving import START, launch, wait_until
 
-pytestmark = pytest.mark.usefixtures("started_anew")  # a forked one has imported what is broken here
+# A forked one has imported what is broken here.
+pytestmark = [pytest.mark.usefixtures("started_anew"), pytest.mark.runs]
 
 
 def test_a_gateway_that_cannot_be_imported_is_told_with_the_versions_that_do_not_fit_and_the_remedy(tmp_path):

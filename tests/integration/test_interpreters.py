@@ -286,6 +286,7 @@ _NEWER = {  # names newer than Python 3.10, by module
 }  # fmt: skip
 
 
+@pytest.mark.runs
 def test_all_that_an_engine_imports_runs_on_python_3_10():
     script = "import sys, jurybox.server.engine.process\nfor m in list(sys.modules.values()):\n" + textwrap.indent(
         "file = getattr(m, '__file__', None) or ''\n"

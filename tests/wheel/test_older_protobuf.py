@@ -49,6 +49,7 @@ def addresses(tmp_path_factory) -> list[str]:
         yield [server.address, *(f"{transport}://{server.listening(transport)}" for transport in ("tcp", "grpc"))]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("implementation", ["upb", "python"])
 def test_a_client_with_the_oldest_protobuf_is_answered(oldest, addresses, implementation) -> None:
     env = {**os.environ, "PYTHONPATH": oldest, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": implementation}

@@ -154,6 +154,7 @@ def server(home):
         process.wait(60)
 
 
+@pytest.mark.runs
 def test_another_account_reads_connects_to_ends_and_fills_nothing(server):
     process, folder, shm, log = server
     pids = [process.pid, *family(process.pid)]
