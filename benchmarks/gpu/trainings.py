@@ -16,7 +16,7 @@ from benchmarks.gpu.measure import Found, Setup
 _TRAININGS: dict[str, tuple[list[str], list[str], str]] = {
     "photo": (
         ["--steps", "2048", "--seconds", "20", "--damages", "2", "--workers", "8"],
-        ["--steps", "64", "--seconds", "1", "--damages", "2", "--workers", "2", "--rollout", "64"],
+        ["--steps", "64", "--seconds", "20", "--damages", "2", "--workers", "2", "--rollout", "64"],
         "",
     ),
     "hockey": (

@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 # fmt: off
 SMALL = {
     "hockey": [
-        "--steps", "400", "--workers", "1", "--set", "batch_size = 16", "--set", "hidden = [16, 16]",
-        "--set", "evaluation_games = 2", "--set", "matrix_games = 0",
+        "--steps", "400", "--learning-starts", "100", "--workers", "1", "--set", "batch_size = 16",
+        "--set", "hidden = [16, 16]", "--set", "evaluation_games = 2", "--set", "matrix_games = 0",
         "--set", "film_games = 0",
     ],
     "workflow": [

@@ -18,7 +18,7 @@ DISCRETE = ("dqn", "iqn", "ppo")
 RECORDED: dict[str, dict[str, float]] = {
     "dqn": {"loss": 0.43725646},
     "iqn": {"loss": 1.8542161},
-    "td3": {"critic_loss": 0.9818927, "value": 0.41021621, "target": 0.43530935, "actor_loss": -0.43155462},
+    "td3": {"critic_loss": 0.9818927, "value": 0.41021621, "actor_loss": -0.43155462},
     "sac": {
         "ent_coef": 0.98511577,
         "entropy": 1.3912283,

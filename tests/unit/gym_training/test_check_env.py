@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from pettingzoo.utils.conversions import parallel_to_aec
 from typer.testing import CliRunner
 
+from jurybox.studies.treasure import TreasureHunt
 from jurybox.training.check_command import check as command
 from jurybox.training.trainings.environment_check import Checked, check
 
@@ -135,3 +137,29 @@ def test_the_commands_status_says_whether_a_training_can_use_it(env, status) -> 
     ran = CliRunner().invoke(command, ["env", env, "--steps", "50"])
     assert ran.exit_code == status, ran.output
     assert ("a training can use it" if status == 0 else "it cannot be used") in ran.output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("jurybox.studies.treasure:TreasureHunt", "PettingZoo's worlds are for `jurybox train marl`"),
+        (f"{HERE}turns", "PettingZoo's worlds are for `jurybox train marl`"),
+        (f"{HERE}vector", "vector environments are for `jurybox train gym --vector`"),
+    ],
+)
+def test_what_another_training_takes_is_pointed_to_it(name, said) -> None:
+    result = CliRunner().invoke(command, ["env", name])
+    assert result.exit_code == 1 and said in " ".join(result.output.split()), result.output
+
+
+def turns():
+    return parallel_to_aec(TreasureHunt())
+
+
+def vector():
+    return gymnasium.make_vec("CartPole-v1", num_envs=2)
+
+
+def test_arguments_that_an_environment_does_not_take_are_named_by_the_commands_option() -> None:
+    result = CliRunner().invoke(command, ["env", f"{HERE}World", "--set", "licence=3"])
+    assert result.exit_code == 1 and "of `jurybox check env` --set NAME=VALUE" in " ".join(result.output.split())

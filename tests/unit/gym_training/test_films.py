@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import cv2
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 
+from jurybox.training import film
+from jurybox.training.film import save_film
 from jurybox.training.spaces import ContractBroken
 from jurybox.training.trainings.gym import GymTraining, train
 
@@ -54,6 +59,22 @@ def test_the_first_episode_of_each_evaluation_is_filmed(tmp_path, once) -> None:
     while (found := reader.read())[0]:
         seen.append(round(float(found[1].mean()) / 40))
     assert seen == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["webm", "mp4"])
+def test_nothing_is_said_while_a_film_is_made_but_what_others_say(tmp_path, monkeypatch, capfd, kind) -> None:
+    def writer(*given, made=cv2.VideoWriter):
+        os.write(2, b"of another thread\n")
+        return made(*given)
+
+    writer.fourcc = cv2.VideoWriter.fourcc
+    frames = [np.zeros((48, 64, 3), np.uint8)] * 3
+    save_film(frames, tmp_path / f"first.{kind}", 10)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(film.cv2, "VideoWriter", writer)
+    save_film(frames, tmp_path / f"second.{kind}", 10)
+    print("and later", file=sys.stderr)
+    assert capfd.readouterr() == ("", "of another thread\nand later\n")
 
 
 def test_an_environment_that_renders_nothing_is_a_sentence(tmp_path) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.unit.runtime.toys import Rows
 from typer.testing import CliRunner
 
 from jurybox.server.inproc import InprocServer
@@ -20,8 +22,9 @@ from jurybox.training import policies
 from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.cli import train as train_command
 from jurybox.training.run_folder import read_metrics
-from jurybox.training.runtime.plan import ConfigError, load
-from jurybox.training.trainings.gym import GymTraining, train
+from jurybox.training.runtime.plan import ConfigError, End, load
+from jurybox.training.runtime.run import run
+from jurybox.training.trainings.gym import GymTraining, plan, train
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_algorithm.md"
 SMALL = {"steps": 64, "batch_size": 8, "hidden": (8,), "learning_starts": 10, "buffer_size": 500}
@@ -32,10 +35,12 @@ from jurybox.training.algorithms.dqn import DQN
 from tests.no_such_package import anything
 """
 OTHERS = """
+import numpy as np
 from pydantic import Field
 from jurybox.training.algorithms.base import Algorithm, OnPolicySettings
 from jurybox.training.algorithms.dqn import DQN
 from jurybox.training.algorithms.ppo import PPO
+from jurybox.training.algorithms.td3 import TD3
 
 
 class Half(Algorithm):
@@ -85,6 +90,28 @@ class Tells(DQN):
         return {"loss": 1.0}
 
 
+class Unnamed(DQN):
+    def update(self, batch, progress):
+        found = super().update(batch, progress)
+        return found._replace(metrics={**found.metrics, "td_error": 1.0})
+
+
+class UnnamedOnPolicy(PPO):
+    def update(self, batch, progress):
+        found = super().update(batch, progress)
+        return found._replace(metrics={**found.metrics, "surprise": 1.0})
+
+
+class UnnamedExploration(DQN):
+    def exploration(self, progress):
+        return {"epsilon": 0.1, "warmth": 1.0}
+
+
+class UnnamedLater(DQN):
+    def exploration(self, progress):
+        return {"epsilon": 0.1, **({"warmth": 1.0} if progress.env_steps > 20 else {})}
+
+
 class Rollouts(DQN):
     class Settings(OnPolicySettings):
         pass
@@ -98,6 +125,59 @@ class Plain(DQN):
 class Spread(PPO):
     def values(self, observation, memory=None):
         return super().values(observation)[:1]
+
+
+class Chooses(DQN):
+    class Settings(DQN.Settings):
+        wrong: str = "beyond"
+
+    def explore(self, outputs, rng, progress):
+        action, columns = super().explore(outputs, rng, progress)
+        if progress.env_steps > 20:
+            action = {
+                "beyond": action + 2,
+                "below": action - 2,
+                "floats": action / 2,
+                "one": action[:1],
+                "forbidden": (action + 1) % self.spec.action.size,
+            }[self.settings.wrong]
+        return action, columns
+
+
+class Acts(TD3):
+    class Settings(TD3.Settings):
+        wrong: str = "beyond"
+
+    def explore(self, outputs, rng, progress):
+        action, columns = super().explore(outputs, rng, progress)
+        if progress.env_steps > 20:
+            action = {
+                "beyond": action * 0 + 1.5,
+                "nan": action * np.nan,
+                "whole": action.astype(int),
+                "flat": action[:, 0],
+            }[self.settings.wrong]
+        return action, columns
+
+
+class Several(PPO):
+    def explore(self, outputs, rng, progress):
+        action, columns = super().explore(outputs, rng, progress)
+        return (action + 1) % self.spec.action.counts if progress.env_steps > 20 else action, columns
+
+
+class Clips(PPO):
+    def explore(self, outputs, rng, progress):
+        action, columns = super().explore(outputs, rng, progress)
+        return action * (np.inf if progress.env_steps > 20 else 1.0), columns
+
+
+class Evaluated(DQN):
+    asked = 0
+
+    def greedy(self, outputs):
+        Evaluated.asked += 1
+        return super().greedy(outputs) + (2 if Evaluated.asked > 5 else 0)
 
 
 NUMBER = 3
@@ -174,6 +254,7 @@ def test_its_settings_are_flags_with_defaults_and_meanings() -> None:
         ),
         ({"algorithm": "other_q:More"}, r"returns the columns \['surprise'\], and `columns` names \[\]"),
         ({"algorithm": "other_q:Elsewhere"}, "names 'logits', expected one of"),
+        ({"algorithm": "other_q:UnnamedExploration"}, "exploration returned the metric 'warmth', and `metrics` of "),
         ({"algorithm": "soft_q:SoftQ", "clip_range": 0.1}, "clip_range: soft_q:SoftQ does not use it"),
         ({"algorithm": "soft_q:SoftQ", "temprature": 0.1}, "did you mean 'temperature'"),
         ({"algorithm": "soft_q:SoftQ", "env": "Pendulum-v1"}, "cannot act in Pendulum-v1 .*: take sac"),
@@ -187,11 +268,81 @@ def test_what_is_wrong_with_one_is_said_before_the_start(folder, changes, told) 
 
 @pytest.mark.parametrize(
     ("algorithm", "told"),
-    [("Unpublished", "setup has not set `acting`"), ("Tells", "update returned a dict, expected base.Update")],
+    [
+        ("Unpublished", "setup has not set `acting`"),
+        ("Tells", "update returned a dict, expected base.Update"),
+        (
+            "Unnamed",
+            r"Unnamed.update returned the metric 'td_error', and `metrics` of Unnamed is \('loss', 'epsilon'\): ",
+        ),
+        ("UnnamedLater", "UnnamedLater.exploration returned the metric 'warmth'"),
+    ],
 )
 def test_what_is_wrong_with_its_learning_is_said_at_its_first_update(folder, algorithm, told) -> None:
     with pytest.raises(AlgorithmUnusable, match=told):
         train(GymTraining.checked({**SMALL, "algorithm": f"other_q:{algorithm}"}), folder / "run", serial=True)
+
+
+def test_a_metric_of_a_rollouts_update_that_is_not_named_is_refused(folder) -> None:
+    settings = GymTraining.checked({"algorithm": "other_q:UnnamedOnPolicy", "steps": 64, "n_steps": 32, "hidden": (8,)})
+    with pytest.raises(AlgorithmUnusable, match="UnnamedOnPolicy.update returned the metric 'surprise'"):
+        train(settings, folder / "run", serial=True)
+
+
+MASKED = {"env": "tests.unit.gym_training.gym_worlds:Corridor", "action_masks": True}
+ROLLED = {"n_steps": 32, "hidden": (8,), "batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "told"),
+    [
+        ("Chooses", {"wrong": "beyond"}, r"what Chooses.explore chooses is \[[23]\], expected 0 to 1"),
+        ("Chooses", {"wrong": "below"}, r"what Chooses.explore chooses is \[-[12]\], expected 0 to 1"),
+        (
+            "Chooses",
+            {"wrong": "floats"},
+            r"is float64 of shape \(1,\) for 1 observations, expected whole numbers",
+        ),
+        ("Chooses", {"wrong": "one", "envs": 2}, r"of shape \(1,\) for 2 observations, expected .* of shape \(2,\)"),
+        ("Chooses", {"wrong": "forbidden", **MASKED}, r"chooses is \[\d\], and the mask allows \[\d\] alone"),
+        (
+            "Acts",
+            {"wrong": "beyond", "env": "Pendulum-v1"},
+            r"is \[1.5\], expected numbers in \[-1, 1\], which",
+        ),
+        ("Acts", {"wrong": "nan", "env": "Pendulum-v1"}, r"is \[nan\], expected numbers in \[-1, 1\]"),
+        ("Acts", {"wrong": "whole", "env": "Pendulum-v1"}, "is int64 of shape .*, expected floats of shape"),
+        ("Acts", {"wrong": "flat", "env": "Pendulum-v1"}, r"of shape \(1,\) for 1 observations, expected .* \(1, 1\)"),
+        (
+            "Several",
+            {**ROLLED, **MASKED, "env_args": {"several": True}},
+            r"what Several.explore chooses is \[.*\], and the mask allows \[\d\] alone",
+        ),
+        (
+            "Clips",
+            {**ROLLED, "env": "Pendulum-v1"},
+            r"chooses is \[-?inf\], expected numbers that are f",
+        ),
+    ],
+)
+def test_each_action_is_checked_before_the_environment_gets_it(folder, algorithm, changes, told) -> None:
+    small = SMALL if "n_steps" not in changes else {}
+    settings = GymTraining.checked({**small, "steps": 64, "algorithm": f"other_q:{algorithm}", **changes})
+    with pytest.raises(AlgorithmUnusable, match=told):
+        train(settings, folder / "run", serial=True)
+
+
+def test_an_evaluations_actions_are_checked_too(folder) -> None:
+    settings = GymTraining.checked({**SMALL, "algorithm": "other_q:Evaluated"})
+    with pytest.raises(AlgorithmUnusable, match="what Evaluated.greedy chooses is .*, expected 0 to 1"):
+        train(settings, folder / "run", serial=True)
+
+
+def test_a_process_says_what_is_wrong_with_an_action(folder) -> None:
+    settings = GymTraining.checked({**SMALL, "algorithm": "other_q:Chooses"})
+    planned = replace(plan(settings), timeouts=replace(plan(settings).timeouts, failures=1, back_off=(0.0,)))
+    outcome = run(planned, folder / "run", Rows())
+    assert outcome.end is End.FAILED and "what Chooses.explore chooses is" in outcome.text
 
 
 def test_values_that_are_not_one_for_each_observation_are_refused_where_they_would_be_spread(folder) -> None:

@@ -117,4 +117,4 @@ def test_hockeys_games_are_checked_too(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(games.HockeyGames, "step", step)
     with pytest.raises(ConfigError, match=r"it raised RuntimeError: the rink has melted"):
-        train_hockey(HockeyTraining(steps=10), tmp_path, serial=True)
+        train_hockey(HockeyTraining(), tmp_path, serial=True)

@@ -203,7 +203,7 @@ def test_a_sorrel_configuration_with_an_unknown_name_is_refused(name, told):
 
 def test_several_seeds_from_one_command_are_separate_runs_that_are_compared(tmp_path):
     out = tmp_path / "runs"
-    done = run("--out", str(out), "--seeds", "3,5", "--serial", "--steps", "20")
+    done = run("--out", str(out), "--seeds", "3,5", "--serial", "--steps", "24")
     assert done.exit_code == 0, done.output
     assert "interquartile mean of the return" in done.output
     for seed in (3, 5):
@@ -217,11 +217,11 @@ def test_several_seeds_from_one_command_are_separate_runs_that_are_compared(tmp_
 
 
 def test_a_seed_whose_run_was_killed_while_it_started_is_begun_with_resume(tmp_path):
-    run("--out", str(tmp_path), "--seeds", "3", "--serial", "--steps", "20")
+    run("--out", str(tmp_path), "--seeds", "3", "--serial", "--steps", "24")
     (tmp_path / "seed-5").mkdir()
     for name in (".lock", "server.log"):
         (tmp_path / "seed-5" / name).touch()
-    done = run("--out", str(tmp_path), "--seeds", "3,5", "--serial", "--steps", "20", "--resume")
+    done = run("--out", str(tmp_path), "--seeds", "3,5", "--serial", "--steps", "24", "--resume")
     assert done.exit_code == 0 and "interquartile mean of the return" in done.output, done.output
 
 

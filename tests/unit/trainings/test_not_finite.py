@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
 import pettingzoo
 import pytest
+import torch
 from gymnasium import spaces
 from tests.integration.marl.test_marl_training import SMALL as MARL
 from tests.unit.runtime import toys
@@ -23,6 +26,7 @@ from jurybox.studies.workflow.cage import CageVectorEnv
 from jurybox.studies.workflow.rollouts import play
 from jurybox.training.algorithms.registry import ALGORITHMS
 from jurybox.training.checkpoints import Checkpoints, read_state
+from jurybox.training.roles.learner import OnPolicyLearner
 from jurybox.training.runtime.role_context import Diverged
 from jurybox.training.runtime.run import run
 from jurybox.training.spaces import ContractBroken
@@ -168,7 +172,7 @@ def test_a_photo_editor(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_weights_of_a_learner_that_diverged_are_not_published_and_never_the_best(tmp_path, algorithm) -> None:
     numbers = {"env": "Pendulum-v1", "max_episode_steps": 10} if algorithm in ("td3", "sac") else {}
-    with pytest.raises((Diverged, Refused), match="the learner has diverged|holds NaN or infinity"):
+    with pytest.raises((Diverged, Refused), match="learner has diverged|holds NaN or infinity"):
         serially(gym.plan(small_gym(algorithm, learning_rate=1e20, **numbers).changed(steps=2000)), tmp_path)
     for place in (tmp_path / "checkpoints").glob("*/weights-policy.state"):
         assert all(np.isfinite(each).all() for each in read_state(place)["state"].values())
@@ -183,15 +187,42 @@ def test_a_loss_that_is_not_finite_ends_a_plan_of_ones_own(tmp_path, monkeypatch
             self.context.metrics(some_loss=float("inf"))
 
     monkeypatch.setattr(toys.Summer, "step", diverges)
-    with pytest.raises(Diverged, match="some_loss is inf: the learner has diverged. Lower its learning_rate"):
+    with pytest.raises(Diverged, match="some_loss is inf: learner has diverged. Lower its learning_rate"):
         serially(toys.plan(steps=200), tmp_path)
 
 
 def test_weights_that_are_not_finite_end_a_plan_of_ones_own(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(toys.Summer, "publication", lambda self: ({"w": self.w + (np.nan if self.w[0] else 0)}, None))
-    with pytest.raises(Refused, match="'w' holds NaN or infinity"):
+    with pytest.raises(Refused, match="^learner published nothing on 'policy': tensor 'w' holds NaN or infinity"):
         serially(toys.plan(steps=200), tmp_path)
     assert Checkpoints(tmp_path / "checkpoints").best() is None
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_weights_that_are_not_finite_are_told_with_their_learner(tmp_path, serial) -> None:
+    """Of two learners with the same network."""
+    small = {name: MARL[name] for name in ("hidden", "evaluation_episodes", "log_every")}
+    planned = marl.plan(marl.MarlTraining(**small, steps=40, ppo={"n_steps": 20}))
+    roles = [
+        replace(each, make=f"{__name__}:SpoiltLearner") if each.name == "learner-agent_1" else each
+        for each in planned.roles
+    ]
+    planned = replace(planned, roles=tuple(roles), timeouts=replace(planned.timeouts, failures=1))
+    said = r"learner-agent_1 published nothing on 'agent_1': tensor '[\w.]+' holds NaN or infinity"
+    if serial:
+        with pytest.raises(Refused, match=said):
+            serially(planned, tmp_path)
+    else:
+        assert re.search(said, run(planned, tmp_path, toys.Rows()).text)
+
+
+class SpoiltLearner(OnPolicyLearner):
+    """Its weights are not finite after its first step."""
+
+    def step(self):
+        super().step()
+        with torch.no_grad():
+            next(self.algorithm.acting.parameters()).fill_(np.nan)
 
 
 def test_losses_of_a_search_are_checked(monkeypatch) -> None:

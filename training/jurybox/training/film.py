@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import cv2
@@ -76,7 +80,8 @@ class Film:
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
             fourcc = cv2.VideoWriter.fourcc(*_CODECS[self._path.suffix])
-            self._writer = cv2.VideoWriter(str(self._scratch), fourcc, self._fps, (width, height))
+            with _without_tags():
+                self._writer = cv2.VideoWriter(str(self._scratch), fourcc, self._fps, (width, height))
             if not self._writer.isOpened():
                 raise OSError(f"{self._path} cannot be written: expected a writable folder")
         self._writer.write(cv2.cvtColor(np.ascontiguousarray(frame[:height, :width]), cv2.COLOR_RGB2BGR))
@@ -91,6 +96,25 @@ class Film:
         elif self._path.suffix == ".png":
             places = np.linspace(0, len(self._kept) - 1, min(_IN_A_STRIP, len(self._kept))).round().astype(int)
             imageio.imwrite(self._scratch, np.concatenate([self._kept[place] for place in places], axis=1))
+
+
+@contextmanager
+def _without_tags() -> Iterator[None]:
+    """Keep OpenCV's line about a codec's tag, which .webm has not, out of stderr; all else comes after the block."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # a process without one
+        yield
+        return
+    with os.fdopen(stderr, "wb", 0) as own, tempfile.TemporaryFile() as said:
+        sys.stderr.flush()
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            said.seek(0)
+            own.writelines(line for line in said if not line.startswith(b"OpenCV: FFMPEG: tag"))
 
 
 def _small(frame: Frame) -> Frame:

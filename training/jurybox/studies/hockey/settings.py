@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jurybox.studies.hockey.league import LeagueSettings
-from jurybox.training.runtime.plan import Pace
+from jurybox.training.runtime.plan import Pace, check_learns
 from jurybox.training.runtime.settings import Compile, EnvironmentSettings
 
 
@@ -165,6 +165,11 @@ class HockeyTraining(EnvironmentSettings):
                 f"anchor_size={self.anchor_size}: expected 0, or at least {self.least_kept}: in a smaller one too "
                 f"few rows could be sampled, with this number of games and n_steps={self.n_steps}"
             )
+        rows = self.unsampled + 1  # a step of a game adds one for each player that is recorded
+        rows = -(-rows // (2 if self.record_opponents else 1))
+        due = self.pace.env_steps(0, 0)
+        waits = ("learning_starts", "train_freq") if due >= rows else ("n_steps", "envs")
+        check_learns(self.steps, max(due, rows), {name: getattr(self, name) for name in waits})
         return self
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from jurybox.training.runtime.shared_resources import SharedResources
 from jurybox.training.trainings.launchers import Spread, spread_named
 from jurybox.training.trainings.progress import ConsoleProgress, Watcher
 from jurybox.training.trainings.recorded_run import Metrics, recorded_run
-from jurybox.training.trainings.training import Run, Training, check_server
+from jurybox.training.trainings.training import Run, Training, check_server, conclude
 
 _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT = 0.5  # time-out in seconds for a server that may run at the default address
@@ -156,8 +155,7 @@ def run(
         )
     finally:
         watcher.end()
-    if outcome.end is End.SIGNAL:
-        signal.raise_signal(signals.first)  # for the handler that was installed before the run
+    conclude(outcome, signals)
     return verdicts[0]
 
 

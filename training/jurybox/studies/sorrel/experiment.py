@@ -158,6 +158,7 @@ def run_experiment(
         env.run_experiment(**sequential)
         return Experiment(env, None)
     planned, folder = plan(env, settings, make, arguments), settings.log_dir
+    planned.check_learns()
     check(make, arguments, settings.check_steps, settings.seed)
     names = [channel.name for channel in planned.channels]
     columns = (*COLUMNS, "epsilon", *(f"{what}_{name}" for what in ("loss", "missed") for name in names))

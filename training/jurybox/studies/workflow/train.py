@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,7 +33,7 @@ from jurybox.training.runtime.plan import (
 from jurybox.training.runtime.progress import COLUMNS
 from jurybox.training.trainings.launchers import Spread, spread_named
 from jurybox.training.trainings.recorded_run import Metrics, RecordingOptions, recorded_run
-from jurybox.training.trainings.training import Run, Training
+from jurybox.training.trainings.training import Run, Training, conclude
 
 POLICY = "policy"  # the weights channel
 METRICS = (
@@ -148,8 +147,7 @@ def run(
     with threadpool_limits(1), policy_server(settings, folder / "server.log") as server:
         planned = plan(settings, folder, serial=serial, spread=spread, server=server)
         outcome = recorded_run(planned, folder, METRICS, settings, report, files=(TABLE,), **options)
-    if outcome.end is End.SIGNAL:
-        signal.raise_signal(signals.first)  # for the handler that was installed before the run
+    conclude(outcome, signals)
     return "\n".join(said)
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -304,7 +305,8 @@ class Algorithm(ABC):
         masks: whether it never chooses an action that a mask forbids (`spec.masked`): its network takes the mask as its
             last argument, and a batch has "action_mask" and "next_action_mask".
         on_policy: whether it learns from a `Rollout` of the newest policy; else from batches of a replay.
-        metrics: names of the metrics that `update` and `exploration` return.
+        metrics: names of the metrics that `update` and `exploration` may return, columns of metrics.csv; another one is
+            an error.
         hidden_after_pictures: `hidden`, if it is not set, where pictures are all that is observed.
         memories: of a recurrent network: its own, and its values' if they are learned by another one.
 
@@ -390,9 +392,67 @@ class Algorithm(ABC):
             return np.concatenate((self.spec.action.best(outputs[name]), outputs["mean"]), 1).astype(np.float32)
         return np.tanh(outputs[name]) if how == "tanh" else outputs[name]
 
+    def checked(self, what: str, actions: Any, n: int, mask: Array | None = None) -> Array:
+        """Return actions that were chosen for `n` observations, before an environment gets them.
+
+        It takes 5 to 10 microseconds of one environment and of 64, and with masks 16 to 20.
+
+        Args:
+            what: chose them, for messages.
+            mask: of the actions that are allowed, bool (n, `action.size`), if there are masks.
+
+        Raises:
+            AlgorithmUnusable: one is no action: of another shape or dtype, a number that is not finite or, of "box" and
+                "tanh", beyond [-1, 1], or a choice that there is not or that the mask forbids.
+        """
+        action, what = self.spec.action, f"what {what} chooses"
+        found = expected(what, actions, (n, *action.shape), "iu" if action.chosen else "f")
+        if action.discrete:
+            if not (found.min() >= 0 and found.max() < action.size):
+                raise AlgorithmUnusable(f"{what} is {found.tolist()}, expected 0 to {action.size - 1}")
+        elif action.counts:
+            choices = found[:, : len(action.counts)]
+            if not ((choices >= 0) & (choices < action.counts)).all() or (action.mixed and (choices % 1).any()):
+                most = [count - 1 for count in action.counts]
+                raise AlgorithmUnusable(f"{what} is {choices.ravel().tolist()}, expected 0 to {most}")
+        if mask is not None:
+            self._check_allowed(what, found, mask)
+        if action.chosen:
+            return found
+        numbers = found[:, len(action.counts) :]
+        if self.chooses[1] in ("box", "tanh"):
+            if not np.abs(numbers).max(initial=0.0) <= 1.0:
+                raise AlgorithmUnusable(
+                    f"{what} is {numbers.ravel().tolist()}, expected numbers in [-1, 1], which are scaled to the bounds"
+                )
+        elif not np.isfinite(numbers).all():
+            raise AlgorithmUnusable(f"{what} is {numbers.ravel().tolist()}, expected numbers that are finite")
+        return found
+
+    def _check_allowed(self, what: str, found: Array, mask: Array) -> None:
+        """Raise AlgorithmUnusable if a choice is forbidden where something is allowed."""
+        counts = self.spec.action.counts or (self.spec.action.size,)
+        choices = found.reshape(len(found), -1)[:, : len(counts)].astype(np.int64)
+        if mask[np.arange(len(found))[:, None], np.add(choices, (0, *accumulate(counts[:-1])))].all():
+            return
+        allowed = grouped(mask.astype(np.float32), counts) > 0  # nothing is where an episode is over
+        wrong = allowed.any(-1) & ~np.take_along_axis(allowed, choices[..., None], -1)[..., 0]
+        for row, choice in np.argwhere(wrong):
+            may = np.flatnonzero(allowed[row, choice]).tolist()
+            raise AlgorithmUnusable(f"{what} is {choices.ravel().tolist()}, and the mask allows {may} alone")
+
     def exploration(self, progress: Progress) -> Mapping[str, float]:
         """Metrics of the exploration now, such as epsilon."""
         return {}
+
+    def check_metrics(self, method: str, told: Mapping[str, Any]) -> None:
+        """Raise AlgorithmUnusable if a method returned a metric that `metrics` does not name, so that has no column."""
+        if unnamed := sorted(told.keys() - set(self.metrics)):
+            name = type(self).__name__
+            raise AlgorithmUnusable(
+                f"{name}.{method} returned the metric {unnamed[0]!r}, and `metrics` of {name} is {self.metrics}: "
+                "add it there, which makes it a column of metrics.csv"
+            )
 
     @property
     def columns(self) -> Mapping[str, tuple[int, ...]]:
@@ -557,6 +617,18 @@ class Algorithm(ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return make()
+
+
+def expected(what: str, found: Any, shape: tuple[int, ...], kinds: str) -> Array:
+    """Return what an algorithm gave as an array. Raises AlgorithmUnusable: it has another shape or kind of dtype."""
+    array = np.asarray(found)
+    if array.shape != shape or array.dtype.kind not in kinds:
+        wanted = "floats" if kinds == "f" else "whole numbers"
+        raise AlgorithmUnusable(
+            f"{what} is {array.dtype} of shape {array.shape} for {shape[0]} observations, expected {wanted} of shape "
+            f"{shape}"
+        )
+    return array
 
 
 # ---- drawing actions, in NumPy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jurybox.protocol.errors import missing_name
-from jurybox.training.algorithms.base import Algorithm, AlgorithmUnusable, Array, Progress, torch
+from jurybox.training.algorithms.base import Algorithm, AlgorithmUnusable, Array, Progress, expected, torch
 from jurybox.training.foreign import imported
 from jurybox.training.spaces import MEMORY, AgentSpec
 
@@ -99,36 +99,17 @@ def tried(algorithm: Algorithm, rows: Array) -> nn.Module:
         )
     outputs = {}
     for (output, shape), tensor in zip(named.items(), tensors, strict=True):
-        outputs[output] = _expect(f"the output {output!r} of the network", tensor.numpy(), (n, *shape), "f")
+        outputs[output] = expected(f"the output {output!r} of the network", tensor.numpy(), (n, *shape), "f")
     if algorithm.chooses[0] not in outputs:
         raise AlgorithmUnusable(f"`chooses` of {name} names {algorithm.chooses[0]!r}, expected one of {list(outputs)}")
+    algorithm.check_metrics("exploration", algorithm.exploration(Progress(0, 1)))
     chosen, columns = algorithm.explore(outputs, np.random.default_rng(0), Progress(0, 1))
     for method, actions in (("explore", chosen), ("greedy", algorithm.greedy(outputs))):
-        what = f"what {name}.{method} chooses"
-        found = _expect(what, actions, (n, *action.shape), "iu" if action.chosen else "f")
-        if action.mixed:
-            found = found[:, : len(action.counts)]
-        if (action.chosen or action.mixed) and ((found < 0) | (found >= np.array(action.counts or action.size))).any():
-            most = [count - 1 for count in action.counts] or action.size - 1
-            raise AlgorithmUnusable(f"{what} is {np.ravel(found).tolist()}, expected 0 to {most}")
-        last = np.array(action.counts or action.size) - 1
-        if algorithm.spec.masked and (found != last).any():
-            raise AlgorithmUnusable(f"{what} is {np.ravel(found).tolist()}, and the mask allows {last.tolist()} alone")
+        algorithm.checked(f"{name}.{method}", actions, n, mask if algorithm.spec.masked else None)
     if columns.keys() != algorithm.columns.keys():
         raise AlgorithmUnusable(
             f"{name}.explore returns the columns {list(columns)}, and `columns` names {list(algorithm.columns)}"
         )
     for column, shape in algorithm.columns.items():
-        _expect(f"the column {column!r} of {name}.explore", columns[column], (n, *shape), "f")
+        expected(f"the column {column!r} of {name}.explore", columns[column], (n, *shape), "f")
     return network
-
-
-def _expect(what: str, found: Any, shape: tuple[int, ...], kinds: str) -> Array:
-    array = np.asarray(found)
-    if array.shape != shape or array.dtype.kind not in kinds:
-        wanted = "floats" if kinds == "f" else "whole numbers"
-        raise AlgorithmUnusable(
-            f"{what} is {array.dtype} of shape {array.shape} for {shape[0]} observations, expected {wanted} of shape "
-            f"{shape}"
-        )
-    return array

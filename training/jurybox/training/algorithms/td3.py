@@ -179,7 +179,6 @@ class TD3(Algorithm):
         return {
             "critic_loss": critic_loss.detach(),
             "value": values.detach().mean(),
-            "target": target.mean(),
             "priorities": errors.detach().abs().mean(0),
         }
 

@@ -216,9 +216,14 @@ def _made(name: str, given: dict[str, Any], max_episode_steps: int | None, place
     if max_episode_steps is not None and not is_registered and isinstance(made, gymnasium.Env):
         made = TimeLimit(made, max_episode_steps)
     if not isinstance(made, gymnasium.Env):
+        better = "`envs` says how many there are to be"
+        if isinstance(made, gymnasium.vector.VectorEnv):
+            better = "vector environments are for `jurybox train gym --vector`"
+        elif making.is_pettingzoo(made):
+            better = "PettingZoo's worlds are for `jurybox train marl`, which checks them before it starts"
         raise EnvironmentUnusable(
             f"{name!r} gave a {type(made).__module__}.{type(made).__qualname__}: expected a gymnasium.Env of one "
-            "environment (`envs` says how many there are to be)"
+            f"environment ({better})"
         )
     for space in ("observation_space", "action_space"):
         if not isinstance(getattr(made, space, None), gymnasium.Space):

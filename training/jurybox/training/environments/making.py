@@ -111,8 +111,13 @@ def make(
     except (Exception, SystemExit) as error:
         raise EnvironmentUnusable(
             f"{name!r} cannot be made with {dict(arguments)}: {type(error).__name__}: {error}; expected {expected}; "
-            "`env_args` are its keyword arguments"
+            "its keyword arguments are `env_args` of a training, and of `jurybox check env` --set NAME=VALUE"
         ) from error
+
+
+def is_pettingzoo(made: Any) -> bool:
+    """Return whether something is a PettingZoo environment, whose package may be missing."""
+    return any(each.__module__.partition(".")[0] == "pettingzoo" for each in type(made).__mro__)
 
 
 def places_of(worker_index: int, numbers: Sequence[int]) -> list[EnvironmentPlace]:

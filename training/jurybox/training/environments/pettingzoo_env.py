@@ -43,7 +43,7 @@ def make_world(name: str, arguments: Mapping[str, Any], place: EnvironmentPlace 
     if not isinstance(made, AECEnv):
         raise EnvironmentUnusable(
             f"{name} made a {type(made).__name__}: expected a PettingZoo environment, AECEnv or ParallelEnv (of a "
-            "module of PettingZoo's own: module:env or module:parallel_env)"
+            "module of PettingZoo's own: module:env or module:parallel_env); Gymnasium's are for `jurybox train gym`"
         )
     return made
 

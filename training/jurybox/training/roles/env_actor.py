@@ -177,7 +177,8 @@ class EnvActor(Actor):
         chosen: Array | None = None
         algorithm, outputs = recorder.player.algorithm, None if asked.newest is None else asked.newest()
         if outputs is not None and self._exploration is not None:
-            chosen = self._exploration.explore(algorithm.greedy(outputs), split.numbers)
+            moved = self._exploration.explore(algorithm.greedy(outputs), split.numbers)
+            chosen = algorithm.checked(f"{type(self._exploration).__name__}.explore", moved, split.adapter.n)
         elif outputs is not None or asked.random:
             chosen, columns = self._explore(split, asked, outputs, algorithm)
         if outputs is not None and algorithm.remembers:
@@ -192,10 +193,12 @@ class EnvActor(Actor):
         """Let the algorithm explore."""
         progress = Progress(self.context.env_steps, self.context.plan.budget.steps)
         if explores := algorithm.exploration(progress):
+            algorithm.check_metrics("exploration", explores)
             self.context.metrics(**explores)
-        if outputs is not None and not asked.random:
-            return algorithm.explore(outputs, self._random, progress)
         mask = asked.waiting.observation.get(MASK) if algorithm.spec.masked else None
+        if outputs is not None and not asked.random:
+            actions, columns = algorithm.explore(outputs, self._random, progress)
+            return algorithm.checked(f"{type(algorithm).__name__}.explore", actions, split.adapter.n, mask), columns
         return algorithm.spec.action.sample(self._random, split.adapter.n, mask), {}
 
     def _at_random(self, agent: str) -> bool:

@@ -268,8 +268,13 @@ class EnvEvaluator(Evaluator):
         if asked.newest is None:
             return self._cast.actions(asked, None)
         outputs = asked.newest()
-        explored = algorithm.explore(outputs, self._rng, Progress(1, 1))[0] if self._explores else None
-        return self._cast.actions(asked, algorithm.greedy(outputs) if explored is None else explored)
+        method = "explore" if self._explores else "greedy"
+        found = (
+            algorithm.explore(outputs, self._rng, Progress(1, 1))[0] if self._explores else algorithm.greedy(outputs)
+        )
+        mask = waiting.observation.get(MASK) if algorithm.spec.masked else None
+        chosen = algorithm.checked(f"{type(algorithm).__name__}.{method}", found, self._adapter.n, mask)
+        return self._cast.actions(asked, chosen)
 
     def _random(self, waiting: Waiting) -> Array:
         spec = self._players[waiting.agent].algorithm.spec

@@ -150,6 +150,7 @@ class AlgorithmLearner(Learner):
         if not isinstance(found, Update):
             what = f"{self.name}.update returned a {type(found).__name__}"
             raise AlgorithmUnusable(f"{what}, expected base.Update(metrics)")
+        self.algorithm.check_metrics("update", found.metrics)
         self.updates += 1
         told = {name: at(each, progress.remaining) for name, each in self._scheduled.items()}
         if self._returns is not None:

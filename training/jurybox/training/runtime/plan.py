@@ -327,6 +327,13 @@ class Plan:
             document = {**self.policy, **(arguments if changed else {})}
             write_atomically(folder / POLICY_FILE, json.dumps(document, indent=1))
 
+    def check_learns(self) -> None:
+        """Raise ConfigError if a learner would make no step in the whole run."""
+        for number in self.of_kind(Kind.LEARNER):
+            pace = self.pace_of(number)
+            waits = {"learning_starts": pace.learning_starts, "train_freq": pace.train_freq}
+            check_learns(self.budget.steps, pace.env_steps(0, 0), waits, f"{self.roles[number].name}'s pace")
+
     def of_kind(self, *kinds: Kind) -> list[int]:
         """The numbers of the roles of these kinds."""
         return [number for number, role in enumerate(self.roles) if role.kind in kinds]
@@ -392,6 +399,25 @@ def refuse_unused(given: Collection[str], unused: Mapping[str, str]) -> None:
         raise ConfigError(f"{reasons}. Leave it out, or change what it goes with")
 
 
+def check_learns(steps: int, due: int, waits: Mapping[str, object], whose: str = "") -> None:
+    """Refuse a run that ends before anything is learned, as it would look like one that has learned.
+
+    Args:
+        steps: environment steps of the whole run.
+        due: environment steps after which the first learner step is due.
+        waits: the settings that make it so, by name. whose: names them, if they are no settings of the training.
+
+    Raises:
+        ConfigError: `due` is more than `steps`.
+    """
+    if due > steps:
+        given = ", ".join(f"{name}={value}" for name, value in waits.items())
+        raise ConfigError(
+            f"steps={steps} with {given}{f' of {whose}' if whose else ''}: nothing would be learned, since the first "
+            f"update is due after {due} env steps; raise steps to {due} or more, or lower {' or '.join(waits)}"
+        )
+
+
 class End(Enum):
     """The reason for the end of a run."""
 
@@ -417,6 +443,7 @@ class Outcome:
         evaluation: the newest one's numbers, as eval_<name>.
         serial: whether it ended, or was run from the start, in one process.
         rows_dropped: by learner, the rows that it came too late for; those that dropped none are left out.
+        learned: False if none of its learners and trainers has made a step; `text` says so, too.
     """
 
     end: End
@@ -434,3 +461,4 @@ class Outcome:
     evaluation: dict[str, float]
     serial: bool
     rows_dropped: dict[str, int] = field(default_factory=dict)
+    learned: bool = True

@@ -48,8 +48,8 @@ class Diverged(ValueError):
     """A learner's numbers are not finite any more."""
 
 
-def check_losses(metrics: Mapping[str, Any]) -> None:
-    """Check that a learner's losses are finite: the metrics whose names have "loss" in them.
+def check_losses(metrics: Mapping[str, Any], who: str = "the learner") -> None:
+    """Check that a learner's losses are finite: the metrics whose names have "loss" in them; `who` has them.
 
     Raises:
         Diverged: one is not.
@@ -57,7 +57,7 @@ def check_losses(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if "loss" in name and not np.isfinite(float(value)):
             raise Diverged(
-                f"{name} is {float(value)}: the learner has diverged. Lower its learning_rate, or bound rewards and "
+                f"{name} is {float(value)}: {who} has diverged. Lower its learning_rate, or bound rewards and "
                 "observations; checkpoints/best and the checkpoints are from before"
             )
 
@@ -218,7 +218,7 @@ class RoleContext:
             Diverged: a learner or trainer reports a loss ("loss" is in its name) that is not finite.
         """
         if self.spec.kind.learns:
-            check_losses(numbers)
+            check_losses(numbers, self.spec.name)
         for name, value in numbers.items():
             total, count = self._sums.get(name, (0.0, 0))
             self._sums[name] = (total + float(value), count + 1)

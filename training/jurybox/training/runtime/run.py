@@ -17,7 +17,7 @@ from jurybox.training.checkpoints import Checkpoints, write_atomically
 from jurybox.training.interrupts import Signals, handle_signals
 from jurybox.training.runtime.launching import Launcher, Local
 from jurybox.training.runtime.orchestrator import Orchestrator
-from jurybox.training.runtime.plan import End, Outcome, Plan
+from jurybox.training.runtime.plan import End, Kind, Outcome, Plan
 from jurybox.training.runtime.progress import RunMetrics, Sink, Timeline, View, busy
 from jurybox.training.runtime.role_context import Message
 from jurybox.training.runtime.scoreboard import RUNNING, ControlWord, Word
@@ -107,11 +107,15 @@ def run(
                 if serial:
                     with closing(Serial(*run_of, checkpoints=checkpoints, resumed=resumed)) as driver:
                         end = driver.run(ending, tick)
-                view.log(f"the run is over: {text or end.value}")
+                text = text or end.value
+                learned = bool(shared.scoreboard.learner_steps) or not plan.of_kind(Kind.LEARNER, Kind.TRAINER)
+                if not learned and end is not End.FAILED:
+                    text += f", and nothing was learned: {_unlearned(plan, shared.scoreboard.env_steps)}"
+                view.log(f"the run is over: {text}")
             Timeline.of(shared.scoreboard).save(folder / "timeline.json")
         finally:
             mark.unlink(missing_ok=True)
-        return _outcome(end, text, plan, shared, metrics, serial)
+        return _outcome(end, text, plan, shared, metrics, serial, learned)
 
 
 def _keep_best(checkpoints: Checkpoints, notify: Callable[[str], None], message: Message, better: bool) -> bool:
@@ -141,12 +145,24 @@ def _restore_best(plan: Plan, shared: SharedResources, checkpoints: Checkpoints)
         shared.scoreboard.set_best(value)
 
 
-def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: RunMetrics, serial: bool) -> Outcome:
+def _unlearned(plan: Plan, env_steps: int) -> str:
+    """Why no learner has made a step, as far as the plan tells, and what to do."""
+    due = min((plan.pace_of(number).env_steps(0, 0) for number in plan.of_kind(Kind.LEARNER)), default=None)
+    waited = "" if due is None else f" (the first is due after {due:,} env steps, and {env_steps:,} were made)"
+    return (
+        f"no update was made{waited}, so the policy is as it began; let it run for longer, or lower what its first "
+        "update waits for (learning_starts, n_steps)"
+    )
+
+
+def _outcome(
+    end: End, text: str, plan: Plan, shared: SharedResources, metrics: RunMetrics, serial: bool, learned: bool
+) -> Outcome:
     scoreboard = shared.scoreboard
     returns = list(metrics.returns)
     return Outcome(
         end=end,
-        text=text or end.value,
+        text=text,
         env_steps=scoreboard.env_steps,
         learner_steps=scoreboard.learner_steps,
         epochs=scoreboard.epochs,
@@ -160,4 +176,5 @@ def _outcome(end: End, text: str, plan: Plan, shared: SharedResources, metrics: 
         evaluation=metrics.evaluation,
         serial=serial,
         rows_dropped=scoreboard.rows_dropped,
+        learned=learned,
     )

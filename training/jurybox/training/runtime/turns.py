@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from jurybox.protocol.errors import Timeout
+from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.training.runtime.plan import Kind, Plan, load
 from jurybox.training.runtime.role_context import Actor, Evaluator, Learner, Publishes, Role, RoleContext, Trainer
@@ -245,7 +245,12 @@ class PublishingTurn(Turn):
         if self._publisher is not None:
             weights, extra = self._publishes.publication()
             # What is not finite reaches no actor, no evaluation and no file.
-            version = self._publisher.publish(weights, extra, check_finite=True)
+            try:
+                version = self._publisher.publish(weights, extra, check_finite=True)
+            except Refused as error:
+                raise Refused(
+                    f"{self.context.name} published nothing on {self.context.spec.publishes!r}: {error}"
+                ) from error
             self.context.words[Word.VERSION] = version
             if self._served is not None:
                 self._served.publish(weights, version)

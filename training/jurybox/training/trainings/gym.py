@@ -48,6 +48,7 @@ from jurybox.training.runtime.plan import (
     ReplaySpec,
     RoleSpec,
     Timeouts,
+    check_learns,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
 from jurybox.training.runtime.settings import Compile, EnvironmentSettings
@@ -177,17 +178,23 @@ class GymTraining(EnvironmentSettings):
         except ValidationError as error:
             told = (each["msg"].removeprefix("Value error, ") for each in error.errors())
             raise ValueError("; ".join(told)) from error
-        if isinstance(self._own, OffPolicySettings) and self._own.buffer_size is not None:
-            least, asks = self._own.unsampled(self.envs) + 1, {"n_steps": self._own.n_steps}
-            if isinstance(self._own, RecurrentReplaySettings) and self._own.recurrent is not None:
-                asks = {"burn_in": self._own.burn_in, "sequence_length": self._own.sequence_length}
-            if self._own.buffer_size < least:
-                those = ", ".join(f"{name}={value}" for name, value in asks.items())
-                raise ValueError(
-                    f"buffer_size={self._own.buffer_size} with {those} and envs={self.envs}: expected {least} rows or "
-                    f"more, since the newest {' + '.join(asks)} + 1 of each environment cannot be sampled; raise "
-                    f"buffer_size, or lower {', '.join(asks)} or envs"
-                )
+        due, envs = self.pace.env_steps(0, 0), self.envs
+        if isinstance(self._own, OnPolicySettings):
+            check_learns(self.steps, due, {"n_steps": self._own.n_steps, "envs": envs})
+            return self
+        replay, asks = self.replayed, {"n_steps": self.replayed.n_steps}
+        if isinstance(replay, RecurrentReplaySettings) and replay.recurrent is not None:
+            asks = {"burn_in": replay.burn_in, "sequence_length": replay.sequence_length}
+        least = replay.unsampled(envs) + 1
+        if replay.buffer_size is not None and replay.buffer_size < least:
+            those = ", ".join(f"{name}={value}" for name, value in asks.items())
+            raise ValueError(
+                f"buffer_size={replay.buffer_size} with {those} and envs={envs}: expected {least} rows or "
+                f"more, since the newest {' + '.join(asks)} + 1 of each environment cannot be sampled; raise "
+                f"buffer_size, or lower {', '.join(asks)} or envs"
+            )
+        waits = {"learning_starts": replay.learning_starts, "train_freq": replay.train_freq} if due >= least else asks
+        check_learns(self.steps, max(due, least), {**waits, "envs": envs})
         return self
 
     @property

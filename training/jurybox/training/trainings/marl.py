@@ -28,6 +28,7 @@ from jurybox.training.runtime.plan import (
     ReplaySpec,
     RoleSpec,
     Timeouts,
+    check_learns,
     refuse_unused,
 )
 from jurybox.training.runtime.serving import Models, ServedModels
@@ -271,6 +272,11 @@ def plan(
     except EnvironmentUnusable as error:
         raise ConfigError(str(error)) from error
     settings.refuse_unused([name.split("+") for name in of_group])
+    for name, own in of_group.items():
+        waits = {"ppo.n_steps": own.ppo.n_steps}
+        if own.algorithm != ON_POLICY:
+            waits = {"learning_starts": own.learning_starts, "train_freq": own.train_freq}
+        check_learns(own.steps, own.pace.env_steps(0, 0), waits, name)
     algorithms = {name: _acting(own, views[name].spec) for name, own in of_group.items()}
     made = {}
     for name, arguments in algorithms.items():

@@ -26,7 +26,7 @@ Metrics = Sequence[Mapping[str, float]]
 
 # Attributes of an outcome in summary.json: those of every training's `Summary`, and those beyond it.
 _COUNTED = ("env_steps", "learner_steps", "episodes", "seconds", "return_mean", "return_std")
-_SAID = ("restarts", "forced_syncs", "busy", "serial", "evaluation", "rows_dropped")
+_SAID = ("restarts", "forced_syncs", "busy", "serial", "evaluation", "rows_dropped", "learned")
 
 
 class RunOptions(TypedDict, total=False):
@@ -77,7 +77,9 @@ def recorded_run(
     Raises:
         RunLogError: the folder holds another run and `resume` is not set, or a run is in progress there.
         CheckpointError: `resume` is set, and no run was started in the folder, or one with other settings.
+        ConfigError: a learner would make no step in the whole run.
     """
+    planned.check_learns()
     folder = folder.absolute()  # an environment may change the current folder
     console, resume = options.get("console"), options.get("resume", False)
 
@@ -129,12 +131,12 @@ def _finished(folder: Path, planned: Plan, found: Checkpoint) -> Outcome | None:
     # The summary may be of an earlier part of the run, which was killed later, or a part may have been stopped.
     if (
         "evaluation_failed" in summary
-        or summary.get("end") != End.STEPS.value
+        or not str(summary.get("end")).startswith(End.STEPS.value)
         or (summary["env_steps"], summary["learner_steps"]) != made
     ):
         return None
     known = {name: summary[name] for name in (*_COUNTED, *_SAID) if name in summary}
-    return Outcome(end=End.STEPS, text=End.STEPS.value, epochs=counted(found, Word.EPOCHS), **known)
+    return Outcome(end=End.STEPS, text=summary["end"], epochs=counted(found, Word.EPOCHS), **known)
 
 
 def failed_report(

@@ -217,14 +217,12 @@ def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
 
     Raises:
         RunError: the launcher is unknown, or the cluster cannot be reached.
-        RunFailed: a role failed permanently.
+        RunFailed: a role failed permanently, or nothing was learned.
         KeyboardInterrupt: a signal arrived, and the run has stopped cleanly.
     """
-    from jurybox.training.interrupts import Signals
-    from jurybox.training.runtime.plan import End
     from jurybox.training.trainings.launchers import launcher_named
 
-    signals = Signals()
+    signals = interrupts.Signals()
     with launcher_named(run.launcher, run.ray_address) as launcher:
         outcome = start(
             serial=run.serial,
@@ -234,11 +232,18 @@ def carry_out(start: Callable[..., Outcome], run: Run) -> Outcome:
             trackers=run.trackers,
             launcher=launcher,
         )
+    conclude(outcome, signals)
+    return outcome
+
+
+def conclude(outcome: Outcome, signals: interrupts.Signals) -> None:
+    """Pass a signal on, which has ended the run, and raise RunFailed if it failed or nothing was learned."""
+    from jurybox.training.runtime.plan import End
+
     if outcome.end is End.SIGNAL:
         signal.raise_signal(signals.first)  # for the handler that was installed before the run
-    if outcome.end is End.FAILED:
+    if outcome.end is End.FAILED or not outcome.learned:
         raise RunFailed(outcome.text)
-    return outcome
 
 
 class RunFailed(RuntimeError):
