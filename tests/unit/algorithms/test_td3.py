@@ -56,16 +56,6 @@ def test_it_finds_the_best_action_of_a_one_step_task() -> None:
     assert error < 0.1
 
 
-def test_a_small_last_layer_begins_with_small_actions_and_all_else_as_ever() -> None:
-    usual, small = td3().acting, td3(last_layer_scale=0.1).acting
-    *first, (weight, bias) = [
-        (layer.weight, layer.bias) for layer in usual.layers if isinstance(layer, torch.nn.Linear)
-    ]
-    *same, (less, none) = [(layer.weight, layer.bias) for layer in small.layers if isinstance(layer, torch.nn.Linear)]
-    assert all(torch.equal(a, b) for old, new in zip(first, same, strict=True) for a, b in zip(old, new, strict=True))
-    assert torch.equal(less, weight * 0.1) and bias.any() and not none.any()
-
-
 def test_the_actor_and_the_targets_move_every_second_time_only() -> None:
     made = td3()
     actor = [p.clone() for p in made.acting.parameters()]

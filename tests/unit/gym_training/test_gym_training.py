@@ -63,8 +63,7 @@ def test_every_algorithms_defaults_are_stable_baselines3s() -> None:
     import stable_baselines3
 
     ours_alone = {"exploration", "hidden", "publish_interval", "max_ahead", "action_noise", "buffer_size"}
-    # Of td3, off by default.
-    ours_alone |= {"critic_learning_rate", "pre_tanh_penalty", "last_layer_scale", "reward_scale"}
+    ours_alone |= {"critic_learning_rate", "pre_tanh_penalty", "reward_scale"}  # of td3, off by default
     ours_alone |= {"recurrent", "hidden_size", "sequence_length", "burn_in"}  # hidden_size is RecurrentPPO's
     policy = {"policy_delay", "target_policy_noise", "target_noise_clip"}
     for name in ("ppo", "dqn", "td3", "sac"):

@@ -137,9 +137,6 @@ class HockeyTraining(EnvironmentSettings):
         description="Weight of the squared input, beyond 1, of the policy's last tanh: actions at their bounds "
         "have no gradient. 0 is plain TD3.",
     )
-    last_layer_scale: float = Field(
-        0.1, gt=0, le=1, description="Factor of what the policy's last layer begins with: small first actions."
-    )
     reward_scale: float = Field(0.1, gt=0, description="Rewards are multiplied by it.")
     league: LeagueSettings = LeagueSettings(anchor_share=0.75)
     shaping: Shaping = Shaping()

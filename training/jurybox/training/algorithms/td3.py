@@ -65,13 +65,6 @@ class TD3(Algorithm):
             description="Weight of the squared input, beyond 1, of the policy's last tanh: actions at their bounds "
             "have no gradient. 0 is plain TD3.",
         )
-        last_layer_scale: float = Field(
-            1.0,
-            gt=0,
-            le=1,
-            description="Factor of what the policy's last layer begins with, whose bias begins at 0 if it is below 1: "
-            "the first actions are small then, and far from their bounds, where they have no gradient.",
-        )
         reward_scale: float = Field(1.0, gt=0, description="Rewards are multiplied by it.")
 
     memories = 2
@@ -95,15 +88,8 @@ class TD3(Algorithm):
     def network(self) -> DeterministicActor:
         of = self.spec.action.size, self.settings.hidden
         if self.remembers:
-            actor: DeterministicActor = recurrent.RecurrentDeterministicActor(self.torsos(), *of)
-        else:
-            actor = networks.DeterministicActor(self.encoder(), *of)
-        if (scale := self.settings.last_layer_scale) < 1:
-            weight, bias = actor.layers[-1].parameters()
-            with torch.no_grad():
-                weight.mul_(scale)
-                bias.zero_()
-        return actor
+            return recurrent.RecurrentDeterministicActor(self.torsos(), *of)
+        return networks.DeterministicActor(self.encoder(), *of)
 
     def explore(self, outputs: Arrays, rng: np.random.Generator, progress: Progress) -> tuple[Array, Arrays]:
         action = outputs["action"]
