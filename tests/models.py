@@ -130,6 +130,16 @@ def loads_once(taken: str) -> ServedModel:
     return affine()
 
 
+def patients() -> ServedModel:
+    """A policy of `train gym`, of nested observations."""
+    from jurybox.training.algorithms.served_networks import gym_policy
+    from jurybox.training.spaces import ActionSpec, AgentSpec, Leaf
+
+    numbers = Leaf("numbers.age", (1,), "float32"), Leaf("numbers.pulse", (2,), "float32")
+    ward = Leaf("ward", (), "int64", "categories", counts=(3,), start=(0,))
+    return gym_policy("dqn", {}, AgentSpec((*numbers, ward), ActionSpec(True, 4)).as_dict())
+
+
 def big() -> ServedModel:
     """Some megabytes of weights."""
     module = torch.nn.Linear(4, 600_000)

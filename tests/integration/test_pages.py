@@ -48,6 +48,7 @@ PARTS = {  # by page, the page whose files it uses
 }
 
 MODELS = {
+    "patients": {"factory": "tests.models:patients"},
     "photo": {"factory": "jurybox.server.jurors:panel", "max_batch": 8, "rows": 64},
     "exposure": {"factory": "jurybox.server.jurors:exposure", "args": {"size": 36}, "max_batch": 16, "rows": 64},
     "policy": {"factory": "tests.models:affine"},
@@ -219,6 +220,18 @@ def test_the_client_of_the_page_on_act_gets_what_the_page_says(server, tmp_path,
     page = "docs/robots_act.md"
     test_the_python_of_a_page_runs_and_leaves_nothing_behind(page, server, tmp_path, monkeypatch)
     assert f"`{capsys.readouterr().out.strip()}`" in (ROOT / page).read_text()
+
+
+def test_a_nested_observation_is_named_as_the_page_on_policies_says(server, monkeypatch) -> None:
+    monkeypatch.setenv("JURYBOX_ADDRESS", server.address)
+    names = presupposed()
+    block = next(block for block in of("python") if "numbers.age" in block.text and block.page == "docs/policies.md")
+    exec(block.text, names)
+    assert {name: value.tolist() for name, value in names["named"].items()} == {
+        name: value.tolist() for name, value in names["row"].items()
+    }
+    assert names["answers"].shape == (8, 4)
+    np.testing.assert_allclose(names["answers"], np.stack([names["answer"]] * 8), rtol=1e-5)
 
 
 def test_the_readmes_client_gets_the_same_scores_by_every_call(server, monkeypatch, capsys) -> None:

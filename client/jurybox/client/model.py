@@ -167,7 +167,8 @@ class Model(forks.Closing):
         Waits for rows that earlier requests still use after a time-out.
 
         Args:
-            inputs: array (n, *row shape) of the spec's dtype; a dict of arrays if the model has several inputs.
+            inputs: array (n, *row shape) of the spec's dtype; a dict of arrays if the model has several inputs, by
+                their names in `spec.inputs` ("numbers.age" of a nested observation).
             timeout: seconds in total. Defaults to the connection's.
             version: weights version to use, if the server still holds it; None: the newest.
             output: return the array of this output alone, however many the model has.
