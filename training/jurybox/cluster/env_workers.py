@@ -134,9 +134,6 @@ class EnvWorkers(Closing):
             self.close()
             raise
 
-    def __len__(self) -> int:
-        return len(self._actors)
-
     def life(self, worker: int) -> int:
         """Return how often the worker was replaced."""
         return self._lives[worker]
