@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,6 +180,32 @@ def test_the_next_half_is_acted_for_while_the_first_steps() -> None:
     policy.act = lambda *a, **k: (said.append((0, "act")), act(*a, **k))[1]
     play(halves, policy, None, steps=2, weight=0.0)
     assert [what for _, what in said] == ["reset", "reset", *("act", "call") * 4, "act"]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_networks_on_a_cluster_are_those_of_one_machine(monkeypatch, halves) -> None:
+    def workers(makers, needs):
+        return closing(WorkersHere(makers))
+
+    monkeypatch.setitem(sys.modules, "jurybox.cluster.env_workers", SimpleNamespace(EnvWorkers=workers, Needs=None))
+    settings = WorkflowTraining(envs=7, total_episodes=70, episode_length=5, use_masks=True, halves=halves, workers=2)
+    options = {"steps": 5, "weight": 30.0, "use_masks": True}
+    with (
+        environments.networks(settings) as here,
+        environments.networks(settings, {"cores": 9, "needs": None}) as away,
+    ):
+        for splits, others in zip(here[:2], away[:2], strict=True):
+            assert [len(each) for each in others] == [2] * len(splits)
+            first, second = Scripted(), Scripted()
+            rollout, episodes = play(splits, first, range(5), **options)
+            other, counted = play(others, second, range(5), **options)
+            assert first.asked == second.asked
+            np.testing.assert_array_equal(episodes.returns, counted.returns)
+            for name in ("observation", "action", "reward", "ended", "mask", "last_value"):
+                np.testing.assert_array_equal(getattr(rollout, name), getattr(other, name), err_msg=name)
+            saved = environments.random_state(settings, splits)
+            assert saved == environments.random_state(settings, others)
+            environments.restore_random_state(settings, others, saved)
 
 
 def test_all_workers_of_a_split_reset_and_step_at_the_same_time() -> None:
