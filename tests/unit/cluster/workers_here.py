@@ -14,9 +14,6 @@ class WorkersHere:
         self.restarts = 0
         self.asked: list[tuple[int, str]] = []
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def die(self, worker: int) -> None:
         """The loss is noticed at the next answer."""
         self._dead.add(worker)

@@ -134,7 +134,7 @@ class ServerAddresses:
         return self.network
 
 
-def addresses_of(address: str | None, network: str | None = None, timeout: float = 10.0) -> ServerAddresses:
+def addresses_of(address: str | None, network: str | None = None) -> ServerAddresses:
     """Find the addresses of the server at `address`.
 
     Args:
@@ -148,7 +148,7 @@ def addresses_of(address: str | None, network: str | None = None, timeout: float
         return ServerAddresses(local)
     node, host = _this_node()
     if network is None:
-        with connect_server(local, timeout=timeout) as server:
+        with connect_server(local, timeout=10.0) as server:
             network = network_address(server.status()["server"]["grpc"], host)
     return ServerAddresses(local, network, node, host)
 

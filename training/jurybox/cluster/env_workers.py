@@ -29,6 +29,7 @@ from jurybox.training.vector.worker import WorkerFailed, worker_error
 _DEATHS = 3  # deaths of a worker without a finished call in between, before the run fails
 _INTERRUPT_SECONDS = 0.5  # seconds between two checks for an interrupt
 _RETRY_SECONDS = 0.2
+_START_SECONDS = 120.0  # to place a worker and to create its object
 _STOP = 2.0  # seconds that workers get to close their environments
 
 
@@ -98,7 +99,6 @@ class EnvWorkers(Closing):
             worker (cloudpickle).
         environment: environment variables that workers get.
         timeout: seconds to wait for an answer; then the worker counts as dead.
-        start_timeout: seconds to place a worker and to create its object.
 
     Attributes:
         restarts: workers replaced so far.
@@ -115,10 +115,9 @@ class EnvWorkers(Closing):
         *,
         environment: Mapping[str, str] | None = None,
         timeout: float = 60.0,
-        start_timeout: float = 120.0,
     ) -> None:
         self._needs = needs or Needs()
-        self._timeout, self._start_timeout = timeout, start_timeout
+        self._timeout = timeout
         self._configs = [(list(sys.path), dict(environment or {}), cloudpickle.dumps(make)) for make in makers]
         self._lives = [0] * len(makers)
         self._deaths = [0] * len(makers)
@@ -129,13 +128,10 @@ class EnvWorkers(Closing):
         try:
             begun = [actor.begin.remote() for actor in self._actors]
             for worker, answer in enumerate(begun):
-                self._await_start(worker, answer, time.monotonic() + start_timeout)
+                self._await_start(worker, answer, time.monotonic() + _START_SECONDS)
         except BaseException:
             self.close()
             raise
-
-    def __len__(self) -> int:
-        return len(self._actors)
 
     def life(self, worker: int) -> int:
         """Return how often the worker was replaced."""
@@ -195,7 +191,7 @@ class EnvWorkers(Closing):
             raise WorkerFailed(
                 f"env worker {worker} ended, {_DEATHS} times in a row before it had done anything: given up"
             )
-        until = time.monotonic() + self._start_timeout
+        until = time.monotonic() + _START_SECONDS
         while True:
             try:
                 return self._await_start(worker, self._actors[worker].begin.remote(), until)
@@ -206,7 +202,7 @@ class EnvWorkers(Closing):
                     raise
             if time.monotonic() > until:
                 raise Timeout(
-                    f"env worker {worker} died again and again for {self._start_timeout:g} s before it could begin: "
+                    f"env worker {worker} died again and again for {_START_SECONDS:g} s before it could begin: "
                     "the log of its node says why"
                 )
             interrupts.check()
@@ -219,7 +215,7 @@ class EnvWorkers(Closing):
             needed = {"CPU": self._needs.cpus, **self._needs.resources}
             resources: Any = ray.cluster_resources  # Ray has no types for it
             raise Timeout(
-                f"env worker {worker} of {len(self._configs)} has not begun within {self._start_timeout:g} s: "
+                f"env worker {worker} of {len(self._configs)} has not begun within {_START_SECONDS:g} s: "
                 f"no machine has {needed} free for it (in all there are {resources()}), or its "
                 "environments take long. Use fewer workers, or add machines"
             ) from error

@@ -20,9 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
-
-from jurybox.training.vector.worker import worker_error
+from jurybox.training.vector.worker import pickled, worker_error
 
 Answer = tuple[int, Any]  # one of the kinds below, and the value
 VALUE, RAISED, NEW = range(3)  # NEW: the worker has no object yet
@@ -66,9 +64,9 @@ class CallServer:
 
     def _answer(self, message: bytes) -> bytes:
         try:
-            return _pickled(self._do(*pickle.loads(message)))
+            return pickled(self._do(*pickle.loads(message)))
         except Exception as error:  # noqa: BLE001 (such as a value that cannot be pickled; the learner raises it)
-            return _pickled((RAISED, str(worker_error(error))))
+            return pickled((RAISED, str(worker_error(error))))
 
 
 class CallConnection:
@@ -97,7 +95,7 @@ class CallConnection:
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> int:
         """Send a call; returns its number. If the worker is gone, `answer` raises EOFError."""
-        message = _pickled((method, arguments))
+        message = pickled((method, arguments))
         self._sent += 1
         with suppress(OSError):  # which `answer` raises
             self._connection.send_bytes(message)
@@ -118,14 +116,6 @@ class CallConnection:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _pickled(message: Any) -> bytes:
-    try:
-        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 (a function without a name, say, which Ray carries as well)
-        found: bytes = cloudpickle.dumps(message)
-        return found
 
 
 def _own_user(peer: socket.socket) -> bool:

@@ -10,13 +10,15 @@ Nothing is ever unpickled: a state file contains JSON and raw arrays with a chec
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +110,24 @@ class Checkpoints:
         found = self._list_complete()
         return Checkpoint(found[-1], _read_json(found[-1] / DOCUMENT, "take the one before")) if found else None
 
-    def existing(self) -> Checkpoint:
-        """Return the newest complete checkpoint. Raises NoCheckpoint if there is none."""
+    def existing(self, env_steps: int | None = None) -> Checkpoint:
+        """Return the newest complete checkpoint.
+
+        Args:
+            env_steps: those of the end of a run, whose last one it has to be; None: any.
+
+        Raises:
+            NoCheckpoint: there is none.
+            CheckpointError: it is an earlier one: the disk was full, say.
+        """
         found = self.latest()
         if found is None:
             raise NoCheckpoint(f"no checkpoint in {self.folder}: start without --resume")
+        if env_steps not in (None, found.env_steps):
+            raise CheckpointError(
+                f"{found.folder} is the newest checkpoint, expected one at {env_steps:,} steps, which could not be "
+                "written: make room and go on with --resume"
+            )
         return found
 
     @contextmanager
@@ -247,6 +262,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def write_table(path: Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Write a CSV file as `write_atomically` does."""
+    with io.StringIO(newline="") as text:
+        csv.writer(text).writerows((header, *rows))
+        write_atomically(path, text.getvalue())
 
 
 def _sync(path: Path) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,7 @@ from typer.main import get_command
 from jurybox.protocol.errors import did_you_mean
 from jurybox.training import interrupts
 from jurybox.training.trainings.command import train as carry_out
-from jurybox.training.trainings.training import ExtraMissing, require_extra, until_interrupted
+from jurybox.training.trainings.training import ExtraMissing, named, require_extra, until_interrupted
 
 if TYPE_CHECKING:
     from jurybox.training.runtime.settings import Settings
@@ -181,9 +180,7 @@ TRAININGS = {
 
 def settings_class(command: Command) -> type[Settings]:
     """Import a training, and return the class of its settings."""
-    module, _, attribute = command.training.partition(":")
-    found: type[Settings] = getattr(import_module(module), attribute).settings
-    return found
+    return named(command.training).settings
 
 
 class TrainCommand(TyperCommand):

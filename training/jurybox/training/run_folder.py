@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically
+from jurybox.training.checkpoints import Checkpoint, CheckpointError, Checkpoints, write_atomically, write_table
 from jurybox.training.errors import UsageError
 from jurybox.training.spaces import audits
 
@@ -237,7 +237,7 @@ class RunLog:
             kept: list[dict[str, str]] = []
         else:
             kept = self._kept(metrics, resume_at)
-        write_atomically(metrics, _csv(self._columns, kept))
+        write_table(metrics, self._columns, (row.values() for row in kept))
         self._file = metrics.open("a", newline="", encoding="utf-8")
         self._csv = csv.DictWriter(self._file, self._columns, extrasaction="ignore")
         from torch.utils.tensorboard import SummaryWriter
@@ -343,12 +343,3 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the rows of a metrics.csv as numbers; empty cells are omitted."""
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
-
-
-def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
-
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -343,6 +343,16 @@ def converted(value: Any, dtype: npt.DTypeLike, shape: Sequence[int], what: str,
     return found
 
 
+def take(tree: Any, rows: Any) -> Any:
+    """Return a copy of one row, or of several, of values side by side in a Dict, a Tuple or an array."""
+    if isinstance(tree, Mapping):
+        return {name: take(part, rows) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(take(part, rows) for part in tree)
+    found = tree[rows]
+    return found.copy() if isinstance(found, np.ndarray) else found
+
+
 def named(observation: Any) -> dict[str, Any]:
     """Return the parts of an environment's observation by the names of the inputs."""
     found: dict[str, Any] = {}

@@ -66,7 +66,7 @@ def test_replaced_workers_are_counted_and_the_count_survives_a_resume(tmp_path, 
 
     def kill_once(shared):
         if shared.scoreboard.env_steps >= 2 * 12 and not killed:
-            killed.append(made[0][0].pids[0])
+            killed.append(made[0][0][0].pids[0])
             os.kill(killed[0], signal.SIGKILL)
 
     def restarts():

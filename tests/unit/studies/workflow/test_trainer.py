@@ -285,7 +285,7 @@ def with_cuts(**changed) -> WorkflowTrainer:
     """A trainer whose first network is truncated in an evaluation's first round, or more of them."""
     evaluation = Cut(SETTINGS.envs, SETTINGS.red, episode_length=SETTINGS.episode_length, restarted=True, **changed)
     evaluation.reset(seed=1)
-    return WorkflowTrainer(Context(), SETTINGS, environments.make(SETTINGS, 0), (evaluation,))
+    return WorkflowTrainer(Context(), SETTINGS, environments.make(SETTINGS, 0), ((evaluation,),))
 
 
 def test_an_evaluation_scores_whole_episodes_alone() -> None:
@@ -304,7 +304,7 @@ def test_a_training_step_is_judged_by_whole_episodes_alone() -> None:
     it = trainer()
     cut = Cut(SETTINGS.envs, SETTINGS.red, episode_length=SETTINGS.episode_length, restarted=True)
     cut.reset(seed=1)
-    it._env = (cut,)
+    it._env = ((cut,),)
     numbers = it.advance()
     assert numbers["return_mean"] > -1000 and numbers["total_reward"] > -1000
     assert len(it.context.returns) == 7 and min(it.context.returns) > -1000, "the eighth did not end"

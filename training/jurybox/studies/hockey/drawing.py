@@ -175,7 +175,6 @@ def film(
     opponent: str | Policy,
     *,
     games: int = 3,
-    seed: int = 0,
     names: tuple[str, str] = ("policy", "opponent"),
     width: int = 640,
     every: int = 1,
@@ -198,7 +197,7 @@ def film(
         last = draw(game, score=(score[0], score[1]), names=names, width=width)
         frames.extend([last] * (1 + _GOAL_FRAMES // every))
 
-    chances = [int(np.random.default_rng((seed, number)).integers(2**30)) for number in range(games)]
+    chances = [int(np.random.default_rng((0, number)).integers(2**30)) for number in range(games)]
     seeds = [2 * chance + number % 2 for number, chance in enumerate(chances)]
     play(HockeyGames(games=[game]), seeds, policy, opponent, ended=ended, alive=shot)
     return frames

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from jurybox.studies.photo.environment.edits import TOOLS, Edits, apply, apply_f
 from jurybox.studies.photo.environment.photo_edit import STEP_SIZES, make_scorer
 from jurybox.studies.photo.environment.photos import SIDE, SUFFIXES, Photo, decoded
 from jurybox.training import interrupts
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import write_atomically, write_table
 from jurybox.training.policies import Policy, PolicyError
 
 SHEET = "contact-sheet.jpg"
@@ -128,13 +126,11 @@ def edit_pictures(
     if not done:
         raise PhotoError(f"none of {len(files)} pictures could be read")
     _write(out / SHEET, _sheet(done, thumbnails))
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(("source", "edited", "score_before", "score_after", *TOOLS))
+    rows = []
     for each in done:
         settings = (f"{value:.4f}" for value in each.edits.vector())
-        writer.writerow((each.source, each.target.name, f"{each.before:.5f}", f"{each.after:.5f}", *settings))
-    write_atomically(out / RECIPES, text.getvalue())
+        rows.append((each.source, each.target.name, f"{each.before:.5f}", f"{each.after:.5f}", *settings))
+    write_table(out / RECIPES, ("source", "edited", "score_before", "score_after", *TOOLS), rows)
     return done
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,7 +27,7 @@ from jurybox.studies.photo.environment.photo_edit import Action
 from jurybox.studies.photo.environment.scorer import LocalScorer
 from jurybox.studies.photo.worker import environment_maker
 from jurybox.training import interrupts
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import write_table
 from jurybox.training.report.verdict import ENOUGH_GROUPS, Interval, interval
 from jurybox.training.trainings.progress import Watcher
 
@@ -202,22 +200,20 @@ class PhotoEvaluation:
 
     def save(self, path: Path) -> None:
         """Write a CSV file with one line for each case, kind and criterion."""
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
-        writer.writerow(("photo", "seed", "kind", "criterion", "mark"))
+        rows: list[tuple[str, int, str, str, str]] = []
         for case in self.cases:
             for kind, marks in case.marks.items():
                 marked = {**marks, **{f"audit_{name}": mark for name, mark in case.audit.get(kind, {}).items()}}
-                writer.writerows((case.photo, case.seed, kind, name, f"{mark:.5f}") for name, mark in marked.items())
+                rows += ((case.photo, case.seed, kind, name, f"{mark:.5f}") for name, mark in marked.items())
         for each in self.intact:
             marked = {"score": each.after, **{f"audit_{name}": mark for name, mark in each.audit.items()}}
-            writer.writerow((each.photo, each.seed, "intact", "score", f"{each.before:.5f}"))
-            writer.writerows((each.photo, each.seed, "intact, learned", name, f"{m:.5f}") for name, m in marked.items())
+            rows.append((each.photo, each.seed, "intact", "score", f"{each.before:.5f}"))
+            rows += ((each.photo, each.seed, "intact, learned", name, f"{m:.5f}") for name, m in marked.items())
         for turned in self.tilted:
             side = "counter-clockwise" if turned.tilt > 0 else "clockwise"
             for name, degrees in (("tilt", turned.tilt), ("straighten", turned.straighten)):
-                writer.writerow((turned.photo, turned.seed, f"tilted {side}, learned", name, f"{degrees:.5f}"))
-        write_atomically(path, text.getvalue())
+                rows.append((turned.photo, turned.seed, f"tilted {side}, learned", name, f"{degrees:.5f}"))
+        write_table(path, ("photo", "seed", "kind", "criterion", "mark"), rows)
 
 
 def evaluate_policy(
@@ -226,7 +222,6 @@ def evaluate_policy(
     damages: int,
     watcher: Watcher,
     *,
-    threads: int = _THREADS,
     perceptual: Perceptual | None = None,
 ) -> PhotoEvaluation:
     """Evaluate the learned and a random policy on all held-out photos, degraded in `damages` ways, and audit them.
@@ -238,7 +233,6 @@ def evaluate_policy(
         config: settings of the training's environment; its held-out photos are used.
         policy: the learned policy; called from several threads.
         damages: number of seeds of degradation, which are the same for every policy.
-        threads: number of pictures in flight at a time. With a local juror there is only one thread.
         perceptual: a learned distance between two pictures, for the audit.
 
     Raises:
@@ -250,7 +244,7 @@ def evaluate_policy(
     held_out = config.held_out()
     seeds = [_FIRST_SEED + number for number in range(damages)]
     angles = angles_of(seeds)
-    threads = 1 if config.scorer == "local" else min(threads, damages)
+    threads = 1 if config.scorer == "local" else min(_THREADS, damages)
     stopped = threading.Event()
     edited: list[int] = []
     turned: list[Straightened] = []

@@ -22,7 +22,7 @@ from jurybox.studies.photo.evaluation import evaluate_policy, straightening_of
 from jurybox.studies.photo.learning import PhotoTraining, check_workers, columns, plan
 from jurybox.studies.photo.report import PhotoRun, comparisons, render, verdict_of
 from jurybox.training import interrupts
-from jurybox.training.checkpoints import CheckpointError, Checkpoints
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.policies import Policy, choose
 from jurybox.training.report.verdict import Verdict, judge
 from jurybox.training.run_folder import RunLog, RunLogError, Tracker, alone_in, clear, recorded
@@ -185,18 +185,8 @@ class _Shown:
 
 
 def _learned(folder: Path, env_steps: int) -> Callable[[Any], Any]:
-    """The policy of the checkpoint after so many steps, as a function from an observation to an action.
-
-    Raises:
-        CheckpointError: there is none: the disk was full, say.
-    """
-    newest = Checkpoints(folder / "checkpoints").existing()
-    if newest.env_steps != env_steps:
-        raise CheckpointError(
-            f"{newest.folder} is the newest checkpoint, expected one at {env_steps:,} steps, which could not be "
-            "written: make room and go on with --resume"
-        )
-    network = Policy(choose(newest.folder)).served.module
+    """The policy of the checkpoint after so many steps, as a function from an observation to an action."""
+    network = Policy(choose(Checkpoints(folder / "checkpoints").existing(env_steps).folder)).served.module
 
     def act(seen: Any) -> Any:
         with torch.inference_mode():

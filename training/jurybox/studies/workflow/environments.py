@@ -1,8 +1,8 @@
 """The networks of a search: our own simulator, or the real CybORG; in this process, its workers or a cluster.
 
-They are split into parts, each a VectorEnv over some of the rows: one part, or two halves, of which one steps while
-the policy acts for the other. A network of our simulator depends on the run's seed and its row, not on parts or
-workers; CybORG draws from the global generators of its process.
+They are split: there is one split, or two halves, of which one steps while the policy acts for the other. A split has
+one part, a VectorEnv over its rows, or on a cluster one for each worker's. A network of our simulator depends on the
+run's seed and its row, not on parts or workers; CybORG draws from the global generators of its process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
 from jurybox.studies.workflow.cage import CageRows, CyborgEnv
+from jurybox.studies.workflow.networks import started
 from jurybox.studies.workflow.settings import WorkflowTraining
 from jurybox.training.vector import ProcessVectorEnv
 
 Part = VectorEnv[Any, Any, Any]
-Parts = tuple[Part, ...]
+Splits = tuple[tuple[Part, ...], ...]
 Maker = Callable[[], Part]
 
 TRUTH = {"true_state": (np.int8, (13,))}
@@ -32,7 +33,7 @@ STREAMS = 2  # training, evaluation
 @contextmanager
 def networks(
     settings: WorkflowTraining, ray: Mapping[str, Any] | None = None, *, serial: bool = False, resumed_at: int = 0
-) -> Iterator[tuple[Parts, Parts, Callable[[], int]]]:
+) -> Iterator[tuple[Splits, Splits, Callable[[], int]]]:
     """Create the networks to defend, for training and for evaluation. Use it in a ``with`` statement.
 
     It yields both, and a function that returns the number of env workers that were replaced.
@@ -44,41 +45,37 @@ def networks(
         resumed_at: env steps of the checkpoint that the run resumes from.
     """
     with ExitStack() as held:
+        streams: list[Splits] = []
         if ray is None:
-            made = []
             for stream in range(STREAMS):
-                parts = make(settings, stream, serial=serial, resumed_at=resumed_at)
-                made.append(parts)
-                for part in parts:
+                streams.append(make(settings, stream, serial=serial, resumed_at=resumed_at))
+                for (part,) in streams[-1]:
                     held.callback(part.close)
-            processes = [part for parts in made for part in parts if isinstance(part, ProcessVectorEnv)]
-            yield made[0], made[1], lambda: sum(each.restarts for each in processes)
+            processes = [part for splits in streams for (part,) in splits if isinstance(part, ProcessVectorEnv)]
+            yield streams[0], streams[1], lambda: sum(each.restarts for each in processes)
             return
         from jurybox.cluster.env_workers import EnvWorkers, Needs
-        from jurybox.cluster.vector_env import SpreadVectorEnv, WorkerGroups
+        from jurybox.cluster.vector_env import WorkerGroups, WorkerRows
 
         split = halves(settings)
         # Our simulator is fast enough for one worker to keep up with the learner.
         wanted = settings.workers or (1 if settings.env == "cage" else ray["cores"])
         count = min(wanted, *map(len, split))
         rows = [share_out(half, count) for half in split]
-        # Each worker has some rows of every part of both streams.
+        # Each worker has some rows of every split of both streams.
         makers = [[maker(settings, half[worker]) for _ in range(STREAMS) for half in rows] for worker in range(count)]
         needs = None if ray["needs"] is None else Needs(**ray["needs"])
         workers = held.enter_context(EnvWorkers([partial(WorkerGroups, each) for each in makers], needs))
-        streams: list[Parts] = []
         for stream in range(STREAMS):
-            parts = tuple(
-                SpreadVectorEnv(workers, stream * len(split) + index, [*map(len, rows[index])])
-                for index in range(len(split))
-            )
-            for part, half in zip(parts, split, strict=True):
-                reset(part, settings, stream, half, resumed_at)
-            streams.append(parts)
+            made: list[tuple[Part, ...]] = []
+            for group, half in enumerate(rows, stream * len(split)):
+                made.append(tuple(WorkerRows(workers, worker, group, len(own)) for worker, own in enumerate(half)))
+                reset(made[-1], settings, stream, half, resumed_at)
+            streams.append(tuple(made))
         yield streams[0], streams[1], lambda: workers.restarts
 
 
-def make(settings: WorkflowTraining, stream: int, *, serial: bool = False, resumed_at: int = 0) -> Parts:
+def make(settings: WorkflowTraining, stream: int, *, serial: bool = False, resumed_at: int = 0) -> Splits:
     """Make `envs` networks on this machine, seeded from the run's seed and `stream`, a number for each use.
 
     Args:
@@ -88,16 +85,16 @@ def make(settings: WorkflowTraining, stream: int, *, serial: bool = False, resum
     try:
         for rows in halves(settings):
             made.append(_local_part(settings, rows, serial))
-            reset(made[-1], settings, stream, rows, resumed_at)
+            reset(made[-1:], settings, stream, [rows], resumed_at)
     except BaseException:
         for part in made:
             part.close()
         raise
-    return tuple(made)
+    return tuple((part,) for part in made)
 
 
 def halves(settings: WorkflowTraining) -> tuple[range, ...]:
-    """Return the rows of the parts: all, or two halves."""
+    """Return the rows of the splits: all, or two halves."""
     return share_out(range(settings.envs), 2 if settings.halves else 1)
 
 
@@ -124,29 +121,35 @@ def maker(settings: WorkflowTraining, rows: range) -> Maker:
     return partial(SyncVectorEnv, [_cyborg(settings)] * len(rows))
 
 
-def reset(part: Part, settings: WorkflowTraining, stream: int, rows: range, resumed_at: int = 0) -> None:
-    """Reset a part for the first time, with its seed.
+def reset(
+    parts: Sequence[Part], settings: WorkflowTraining, stream: int, rows: Sequence[range], resumed_at: int = 0
+) -> None:
+    """Reset parts for the first time, with their seeds.
 
     Args:
+        rows: of each part.
         resumed_at: env steps of the checkpoint that the run resumes from. CybORG's random state is not in it, so a
             resumed run gets another seed, or it would play the same episodes again.
     """
     numbers = (settings.seed, 77, stream, resumed_at) if resumed_at else (settings.seed, 77, stream)
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    part.reset(seed=seed + rows.start)  # as Gymnasium derives the seeds of all rows from one
+    # As Gymnasium derives the seeds of all rows from one.
+    resets = [started(part, "reset", seed=seed + own.start) for part, own in zip(parts, rows, strict=True)]
+    for result in resets:
+        result()
 
 
-def random_state(settings: WorkflowTraining, parts: Parts) -> dict[str, Any] | None:
+def random_state(settings: WorkflowTraining, splits: Splits) -> dict[str, Any] | None:
     """Return the random state of our simulator, equal in all parts; None for CybORG, whose state cannot be saved."""
     if settings.env != "cage":
         return None
-    state: dict[str, Any] = _call(parts[0], "random_state")
+    state: dict[str, Any] = _call(splits[0][0], "random_state")
     return state
 
 
-def restore_random_state(settings: WorkflowTraining, parts: Sequence[Part], state: dict[str, Any] | None) -> None:
+def restore_random_state(settings: WorkflowTraining, splits: Splits, state: dict[str, Any] | None) -> None:
     if state is not None and settings.env == "cage":
-        for part in parts:
+        for part in itertools.chain(*splits):
             _call(part, "restore_random_state", state)
 
 

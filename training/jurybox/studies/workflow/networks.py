@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,8 @@ class DefendedNetworks:
 
     def reset(self, seed: int | None = None) -> None:
         """Begin an episode in all networks, with the random state of a seed, or with their own."""
-        answers = [part.reset() if seed is None else part.reset(seed=seed) for part, _ in self._parts]
+        given = {} if seed is None else {"seed": seed}
+        answers = [result() for result in [started(part, "reset", **given) for part, _ in self._parts]]
         self._observation = np.concatenate([observation for observation, _ in answers])
         self._infos: list[Mapping[str, Any]] = [info for _, info in answers]
         self._truth: npt.NDArray[np.int8] = np.concatenate([info["true_state"] for info in self._infos])
@@ -123,7 +124,7 @@ class DefendedNetworks:
     def send(self, actions: npt.NDArray[np.int64]) -> None:
         """Begin a step: parts with `step_async` make it while the caller does something else."""
         self._actions = actions
-        self._results = [_begin(part, actions[rows]) for part, rows in self._parts]
+        self._results = [started(part, "step", actions[rows]) for part, rows in self._parts]
 
     def receive(self) -> Moved:
         """Wait for the step, and return what happened."""
@@ -200,14 +201,14 @@ def _true_states(
     return np.where(known[:, None], states, before), np.where(known[:, None], states, np.int8(0))
 
 
-def _begin(env: Part, actions: npt.NDArray[np.int64]) -> Callable[[], Any]:
-    """Begin a step; return a function that waits for the result."""
-    begin: Callable[..., None] | None = getattr(env, "step_async", None)
+def started(env: Part, what: Literal["reset", "step"], *arguments: Any, **given: Any) -> Callable[[], Any]:
+    """Begin a reset or a step; return a function that waits for the result."""
+    begin: Callable[..., None] | None = getattr(env, f"{what}_async", None)
     if begin is not None:
-        begin(actions)
-        wait: Callable[[], Any] = getattr(env, "step_wait")  # noqa: B009 (Gymnasium's base class has none)
+        begin(*arguments, **given)
+        wait: Callable[[], Any] = getattr(env, f"{what}_wait")
         return wait
-    done = env.step(actions)
+    done = getattr(env, what)(*arguments, **given)
     return lambda: done
 
 

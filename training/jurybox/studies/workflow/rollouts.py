@@ -80,7 +80,7 @@ def share(part: npt.ArrayLike, whole: npt.ArrayLike) -> float:
 
 
 def play(
-    env: Part | Sequence[Part],
+    env: Part | Sequence[Sequence[Part]],
     policy: MaskedPolicy,
     order: Sequence[int] | npt.NDArray[np.int64] | None,
     *,
@@ -98,7 +98,7 @@ def play(
     `DefendedNetworks.known`) are not valid in the rollout.
 
     Args:
-        env: the policy acts for its parts in turn: a part with `step_async` steps while the policy acts for the next.
+        env: the policy acts for its splits in turn: parts with `step_async` step while the policy acts for the next.
         order: the workflow of all, or int (n, 5), one each; None or rows of -1 for none: the policy sees zeros
             instead, and no fix is judged.
         head_starts: int (n,), the number of first steps in which the defender has to sleep; 0 if left out. Their
@@ -109,7 +109,7 @@ def play(
             policy, which then goes on. It does not get the last part of the episode.
         options: those of `DefendedNetworks`.
     """
-    splits = [DefendedNetworks([part], steps, **options) for part in ([env] if isinstance(env, VectorEnv) else env)]
+    splits = [DefendedNetworks(each, steps, **options) for each in ([[env]] if isinstance(env, VectorEnv) else env)]
     ends = np.cumsum([each.n for each in splits]).tolist()
     n, rows = ends[-1], [slice(end - each.n, end) for each, end in zip(splits, ends, strict=True)]
     orders = np.broadcast_to(NO_ORDER if order is None else np.asarray(order), (n, len(NO_ORDER)))
@@ -150,7 +150,7 @@ def play(
             numbers[own.start + number] = found
 
     def finish_all(step: int) -> Floats:
-        """End a step of all parts; return the values of the next states."""
+        """End a step of all splits; return the values of the next states."""
         for split, own in zip(splits, rows, strict=True):
             finish(step, split, own)
         values: Floats = policy.act(np.concatenate([each.seen for each in splits]), None, greedy=True)[2]

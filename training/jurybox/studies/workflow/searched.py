@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any, Literal
 from jurybox.studies.workflow.gp_ucb import Trial, WorkflowSearch
 from jurybox.studies.workflow.rollouts import PlayedEpisodes, share
 from jurybox.studies.workflow.settings import GateOn, Order, WorkflowTraining, describe
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import write_table
 
 TABLE = "workflows.csv"
 _COLUMNS = (
@@ -147,9 +145,7 @@ class Searched:
 
     def write_table(self, folder: Path) -> None:
         """Write workflows.csv with a row for each workflow that was tried."""
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
-        writer.writerow(_COLUMNS)
+        rows = []
         for number, each in enumerate(self.tried, 1):
             found = each.evaluated
             believed = each.mean, each.std, each.bound, each.score
@@ -157,9 +153,8 @@ class Searched:
             first, second = (
                 [f"{value:.4f}" for value in values] for values in ((*believed, *values_found[0]), values_found[1])
             )
-            row = (number, describe(each.order), *first, found.judged, *second, each.episodes, each.verdict)
-            writer.writerow(row)
-        write_atomically(folder / TABLE, text.getvalue())
+            rows.append((number, describe(each.order), *first, found.judged, *second, each.episodes, each.verdict))
+        write_table(folder / TABLE, _COLUMNS, rows)
 
 
 def _restore_trial(parts: Mapping[str, Any]) -> TriedWorkflow:

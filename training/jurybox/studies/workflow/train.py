@@ -15,7 +15,7 @@ from jurybox.studies.workflow.report import conclusion, render
 from jurybox.studies.workflow.searched import TABLE, OrderEvaluation, Searched
 from jurybox.studies.workflow.settings import WorkflowTraining, describe
 from jurybox.studies.workflow.trainer import FOLDER
-from jurybox.training.checkpoints import CheckpointError, Checkpoints
+from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.interrupts import Signals
 from jurybox.training.policies import Acts, Description
 from jurybox.training.run_folder import RunLog
@@ -152,18 +152,9 @@ def run(
 
 
 def searched(settings: WorkflowTraining, folder: Path, env_steps: int) -> Searched:
-    """Return what a search has found, from its checkpoint after so many steps.
-
-    Raises:
-        CheckpointError: there is none: the disk was full, say.
-    """
-    newest = Checkpoints(folder / "checkpoints").existing()
-    state = newest.state("trainer")
-    if newest.env_steps != env_steps or state is None:
-        raise CheckpointError(
-            f"{newest.folder} is the newest checkpoint, expected one of a search at {env_steps:,} steps, which could "
-            "not be written: make room and go on with --resume"
-        )
+    """Return what a search has found, from its checkpoint after so many steps."""
+    state = Checkpoints(folder / "checkpoints").existing(env_steps).state("trainer")
+    assert state is not None, "the checkpoint of a search has it"
     found = Searched(settings)
     found.restore_found(state)
     return found

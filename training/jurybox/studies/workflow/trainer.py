@@ -7,6 +7,7 @@ It is a trainer. Its step is an episode of each network, what is learned from it
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from jurybox.studies.workflow import environments
-from jurybox.studies.workflow.environments import Parts
+from jurybox.studies.workflow.environments import Splits
 from jurybox.studies.workflow.gp_ucb import Proposal
 from jurybox.studies.workflow.networks import NO_ORDER, DefendedNetworks, Situation
 from jurybox.studies.workflow.policy import Defender, OwnNetwork, ServedNetwork, ServedWeights, learner_of
@@ -69,7 +70,7 @@ class WorkflowTrainer(Searched, Trainer):
     """The search.
 
     Args:
-        env: training networks, as many as the settings say, in parts (see `environments`). evaluation: the same, with
+        env: training networks, as many as the settings say (see `environments`). evaluation: the same, with
             other random numbers.
         replaced: returns the number of env workers that were replaced.
 
@@ -81,8 +82,8 @@ class WorkflowTrainer(Searched, Trainer):
         self,
         context: RoleContext,
         settings: WorkflowTraining,
-        env: Parts,
-        evaluation: Parts,
+        env: Splits,
+        evaluation: Splits,
         replaced: Callable[[], int] = lambda: 0,
     ) -> None:
         Trainer.__init__(self, context)
@@ -253,7 +254,7 @@ class WorkflowTrainer(Searched, Trainer):
             0, settings.longest_head_start + 1, count
         )
         networks = DefendedNetworks(
-            self._evaluation,
+            [*itertools.chain(*self._evaluation)],
             settings.episode_length,
             use_masks=settings.use_masks,
             mask_orders=settings.order_masks,
@@ -344,7 +345,7 @@ class WorkflowTrainer(Searched, Trainer):
             "random": self._random.bit_generator.state,
             # With those of our own simulator a resumed run goes on as it would have without the interruption.
             "environments": [
-                environments.random_state(self.settings, parts) for parts in (self._env, self._evaluation)
+                environments.random_state(self.settings, splits) for splits in (self._env, self._evaluation)
             ],
         }
 
@@ -360,8 +361,8 @@ class WorkflowTrainer(Searched, Trainer):
         self.learner.load_state_dict(state["learner"])
         self._random.bit_generator.state = state["random"]
         self._policy = self._defender()
-        for parts, stream in zip((self._env, self._evaluation), state["environments"], strict=True):
-            environments.restore_random_state(self.settings, parts, stream)
+        for splits, stream in zip((self._env, self._evaluation), state["environments"], strict=True):
+            environments.restore_random_state(self.settings, splits, stream)
         if self.phase == DONE and self.episodes < self.settings.total_episodes:
             # The run has got a larger budget since its end: the search goes on with the policy that was evaluated.
             self.phase, self.final, self.prices, self._kept = SEARCH, None, [], None

@@ -18,17 +18,14 @@ from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.algorithms.registry import ALGORITHMS
 
 
-def served_model(
-    module: nn.Module, row: Sequence[int], outputs: Mapping[str, tuple[int, ...]], dtype: str = "float32"
-) -> ServedModel:
-    """Return the served model of a network whose input is "observation".
+def served_model(module: nn.Module, row: Sequence[int], outputs: Mapping[str, tuple[int, ...]]) -> ServedModel:
+    """Return the served model of a network whose input is "observation", float32.
 
     Args:
         row: shape of one row of observations.
         outputs: shape of each float32 output by name, without the batch dimension.
-        dtype: dtype of the observations.
     """
-    given = {"observation": TensorSpec(dtype, tuple(row))}
+    given = {"observation": TensorSpec("float32", tuple(row))}
     return ServedModel(module, given, {name: TensorSpec("float32", shape) for name, shape in outputs.items()})
 
 

@@ -20,7 +20,7 @@ from jurybox.training.environments import making
 from jurybox.training.environments.adapter import Moved, Waiting
 from jurybox.training.environments.gymnasium_env import OneAgentEnvs, foreign, own_defaults
 from jurybox.training.environments.making import NOWHERE, EnvironmentPlace, EnvironmentUnusable
-from jurybox.training.spaces import ContractBroken, begun, flag, number, short
+from jurybox.training.spaces import ContractBroken, begun, flag, number, short, take
 
 Array = npt.NDArray[Any]
 
@@ -161,7 +161,7 @@ class VectorEnvs(OneAgentEnvs):
             infos[place] = _info_of(info, place)
         over = terminated | truncated
         for place in np.flatnonzero(self._running).tolist():
-            now: Any = _part(observation, place)
+            now: Any = take(observation, place)
             said: Mapping[str, Any] = _info_of(info, place)
             if over[place] and self._mode is AutoresetMode.SAME_STEP:
                 now, said, infos[place] = self._final(said)
@@ -189,7 +189,7 @@ class VectorEnvs(OneAgentEnvs):
         for environment in seeds:
             self._ended[environment] = False
             if not rests:
-                self._see(environment, _part(observation, environment), _info_of(info, environment))
+                self._see(environment, take(observation, environment), _info_of(info, environment))
                 self._running[environment] = True
 
     def _goes_on(self, environment: int) -> None:
@@ -198,7 +198,7 @@ class VectorEnvs(OneAgentEnvs):
         self._running[environment] = True
         if self._mode is AutoresetMode.SAME_STEP:
             observation, info = self._newest
-            self._see(environment, _part(observation, environment), _info_of(info, environment))
+            self._see(environment, take(observation, environment), _info_of(info, environment))
 
     def _final(self, said: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
         """Return the last observation and info of an episode, the latter twice, with SAME_STEP."""
@@ -236,12 +236,12 @@ class OneOfVector(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         observation, info = begun(self._env.reset(seed=seed, options=options))
-        return _part(observation, 0), _info_of(info, 0)
+        return take(observation, 0), _info_of(info, 0)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         actions = [action] * self._env.num_envs
         observation, reward, terminated, truncated, info = self._env.step(_side_by_side(self._env, actions))
-        now, said = _part(observation, 0), _info_of(info, 0)
+        now, said = take(observation, 0), _info_of(info, 0)
         if "final_obs" in said and (terminated[0] or truncated[0]):
             now, said = said["final_obs"], said.get("final_info", {})
         return now, float(reward[0]), bool(terminated[0]), bool(truncated[0]), said
@@ -261,15 +261,6 @@ def _side_by_side(env: VectorEnv[Any, Any, Any], actions: Sequence[Any]) -> Any:
     return concatenate(space, actions, room)
 
 
-def _part(batch: Any, place: int) -> Any:
-    """Return what one environment has of observations, side by side in a Dict, a Tuple or an array."""
-    if isinstance(batch, Mapping):
-        return {name: _part(each, place) for name, each in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(_part(each, place) for each in batch)
-    return batch[place]
-
-
 def _info_of(infos: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Return one environment's info of those side by side, where ``_NAME`` says who has NAME."""
     found: dict[str, Any] = {}
@@ -278,5 +269,5 @@ def _info_of(infos: Mapping[str, Any], place: int) -> dict[str, Any]:
         if name.startswith("_") or (has is not None and not has[place]):
             continue
         nested = isinstance(value, Mapping) and name != "final_obs"
-        found[name] = _info_of(value, place) if nested else _part(value, place)
+        found[name] = _info_of(value, place) if nested else take(value, place)
     return found

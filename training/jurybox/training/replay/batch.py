@@ -65,54 +65,31 @@ class Batch(Mapping[str, npt.NDArray[Any]]):
         self._arrays[name] = array
         return array
 
-    def _mask(self, name: str, count: int) -> npt.NDArray[np.uint8]:
-        return self.valid.setdefault(name, np.empty((self.n, count), np.uint8))
-
     def _place(self, layout: Layout, rings: list[native.ReplayRing]) -> None:
-        w, n, names = self.windows, self.n, list(layout.fields)
+        w, n = self.windows, self.n
         if not w.any:
             for number, (name, spec) in enumerate(layout.fields.items()):
                 out = self._array(name, (n, *spec.shape), spec.dtype)
                 for columns, ring in zip(self.columns, rings, strict=True):
                     columns.add(ring, number, out)
             return
-        episodes = layout.episodes
-        if episodes is None:
-            raise SpecMismatch("this replay does not know its episodes: make it with episodes=Episodes(...)")
-        for name in (*w.next, *w.stacked):
-            if name not in layout.fields:
-                raise SpecMismatch(f"there is no field {name!r}; expected some of {', '.join(names)}")
-        if w.length and set(names) == set(w.next):
-            raise SpecMismatch("a sequence has a field beside those of next: expected one that marks its transitions")
-        if w.n_step and episodes.reward is None:
-            raise SpecMismatch(
-                "n-step returns need to know the reward: make the replay with episodes=Episodes(reward=...)"
-            )
+        reward = layout.check(w).reward
         for columns, ring in zip(self.columns, rings, strict=True):
             columns.window(ring, w.back, w.steps, w.length, w.full_length, bool(w.next))
         for number, (name, spec) in enumerate(layout.fields.items()):
-            if w.n_step and name == episodes.reward:
+            if w.n_step and name == reward:
                 returns = self._array(name, (n,), np.float32)
                 discount = self._array("discount", (n,), np.float32)
                 for columns, ring in zip(self.columns, rings, strict=True):
                     columns.returns(ring, number, w.gamma, returns, discount)
                 continue
-            first, count = w.span(name)
-            longer = name in w.next and w.length > 0
-            # (name handed out, first row, rows, counted from the next row)
-            kinds = [(name, first, count, longer)]
-            if name in w.next and not longer:
-                kinds.append((f"next_{name}", first, count, True))
-            for key, start, rows, ahead in kinds:
-                multiple = name in w.stacked or w.length > 0
-                out = self._array(key, (n, rows, *spec.shape) if multiple else (n, *spec.shape), spec.dtype)
+            for each in w.columns(name):
+                out = self._array(each.key, (n, *each.shape(spec.shape)), spec.dtype)
                 mask = None
-                if name in w.stacked:
-                    mask = self._mask(key, rows)
-                elif w.length and not longer and "sequence" not in self.valid:
-                    mask = self._mask("sequence", rows)
+                if each.mask and each.mask not in self.valid:  # that of a sequence is filled once
+                    mask = self.valid[each.mask] = np.empty((n, each.rows), np.uint8)
                 for columns, ring in zip(self.columns, rings, strict=True):
-                    columns.add(ring, number, out, start, rows, ahead, mask)
+                    columns.add(ring, number, out, each.first, each.rows, each.ahead, mask)
 
     def check_layout(self, layout: Layout) -> None:
         """Raises SpecMismatch unless rows of this layout fit the columns."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jurybox import native
-from jurybox.protocol.errors import ProtocolMismatch
-from jurybox.training.replay.options import FULL_MODES, Episodes, Field, FullMode, RateLimiter
+from jurybox.protocol.errors import ProtocolMismatch, SpecMismatch
+from jurybox.training.replay.options import FULL_MODES, Episodes, Field, FullMode, RateLimiter, Windows
 
 MAGIC = b"JBREPLAY"
 VERSION = 1
@@ -146,6 +146,21 @@ class Layout:
         if layout.segment_bytes > len(buffer):
             raise ProtocolMismatch(f"replay {name} is {len(buffer)} bytes long, its head says {layout.segment_bytes}")
         return layout
+
+    def check(self, windows: Windows) -> Episodes:
+        """Return the episodes that windows are within. Raises SpecMismatch: the rows have no such windows."""
+        if self.episodes is None:
+            raise SpecMismatch("this replay does not know its episodes: make it with episodes=Episodes(...)")
+        for name in (*windows.next, *windows.stacked):
+            if name not in self.fields:
+                raise SpecMismatch(f"there is no field {name!r}; expected some of {', '.join(self.fields)}")
+        if windows.length and self.fields.keys() == set(windows.next):
+            raise SpecMismatch("a sequence has a field beside those of next: expected one that marks its transitions")
+        if windows.n_step and self.episodes.reward is None:
+            raise SpecMismatch(
+                "n-step returns need to know the reward: make the replay with episodes=Episodes(reward=...)"
+            )
+        return self.episodes
 
     def native_fields(self) -> list[tuple[str, np.dtype[Any], list[int], int, int, int, float, int]]:
         """The fields for the native ring."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -299,8 +299,34 @@ class Windows:
         """Rows after the drawn one."""
         return self.length - (not self.next) if self.length else self.steps
 
-    def span(self, name: str) -> tuple[int, int]:
-        """The first row of a field, counted from the drawn one, and how many there are."""
+    def columns(self, name: str) -> list[WindowColumn]:
+        """What is handed out of a field: its own column, and the one of what follows, if that is no part of it."""
+        stacked, follows = name in self.stacked, name in self.next
         if self.length:
-            return -self.before, self.before + self.length + (name in self.next)
-        return (1 - self.stack, self.stack) if name in self.stacked else (0, 1)
+            rows = self.before + self.length + follows
+            return [WindowColumn(name, -self.before, rows, True, follows, "" if follows else "sequence")]
+        first, rows = (1 - self.stack, self.stack) if stacked else (0, 1)
+        keys = [(name, False), (f"next_{name}", True)][: 1 + follows]
+        return [WindowColumn(key, first, rows, stacked, ahead, key if stacked else "") for key, ahead in keys]
+
+
+class WindowColumn(NamedTuple):
+    """A column of a sample with windows.
+
+    Attributes:
+        key: its name.
+        first, rows: the first row, counted from the drawn one, or from that after the steps (`ahead`), and how many.
+        several: whether it has a dimension of them.
+        mask: name of its mask, in `batch.valid`; "": it has none.
+    """
+
+    key: str
+    first: int
+    rows: int
+    several: bool
+    ahead: bool
+    mask: str
+
+    def shape(self, row: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one row of the sample, where the field's rows have that one."""
+        return (self.rows, *row) if self.several else row

@@ -112,27 +112,17 @@ class ResidentRows:
                 at = self._layout.slot.offsets[name]
                 out[name] = _widened(spec, slots[:, at : at + spec.stored_bytes])
             return out
-        episodes = self._layout.episodes
-        reward = episodes.reward if episodes is not None else None
-        if w.n_step and reward is None:
-            raise SpecMismatch("n-step returns need to know the reward: make the replay with Episodes(reward=...)")
+        reward = self._layout.check(w).reward
         around = self._around(drawn, w, taken)
-        for name in fields:
+        for name, spec in fields.items():
             if w.n_step and name == reward:
                 out[name], out["discount"] = self._returns(name, around, w)
                 continue
-            first, count = w.span(name)
-            longer = name in w.next and w.length > 0
-            for key, ahead in ((name, longer), (f"next_{name}", True)):
-                if key != name and (name not in w.next or longer):
-                    continue
-                values, valid = self._window(name, around, first, count, ahead=ahead)
-                multiple = name in w.stacked or w.length > 0
-                out[key] = values if multiple else values.reshape(n, *fields[name].shape)
-                if name in w.stacked:
-                    out[f"valid_{key}"] = valid.to(torch.uint8)
-                elif w.length and not longer:
-                    out.setdefault("valid_sequence", valid.to(torch.uint8))
+            for each in w.columns(name):
+                values, valid = self._window(name, around, each.first, each.rows, ahead=each.ahead)
+                out[each.key] = values.reshape(n, *each.shape(spec.shape))
+                if each.mask:
+                    out.setdefault(f"valid_{each.mask}", valid.to(torch.uint8))
         return out
 
     def _window(
@@ -370,8 +360,8 @@ class Resident:
             raise SpecMismatch("prioritized samples are drawn with replacement: give uniform=True with replace=False")
         if len(self) == 0 or (not replace and n > len(self)):
             raise NotEnoughRows(f"{len(self)} rows came to {self.device}, expected {n}: add some, then call refresh()")
-        if windows.any and self._layout.episodes is None:
-            raise SpecMismatch("this replay does not know its episodes: make it with episodes=Episodes(...)")
+        if windows.any:
+            self._layout.check(windows)
         drawn = self._fitting(n, windows, replace=replace, prioritized=prioritized)
         out = self.rows.columns(drawn, windows, self.taken)
         out["indices"] = drawn

@@ -23,9 +23,9 @@ class Interval:
     high: float
 
     @classmethod
-    def of(cls, estimate: float, drawn: Values, confidence: float = 0.95) -> Interval:
-        """An estimate with the percentile interval of its resamples (n,)."""
-        beyond = (1 - confidence) / 2
+    def of(cls, estimate: float, drawn: Values) -> Interval:
+        """An estimate with the 95 % percentile interval of its resamples (n,)."""
+        beyond = (1 - 0.95) / 2
         low, high = np.quantile(drawn, (beyond, 1 - beyond))
         return cls(float(estimate), float(low), float(high))
 
@@ -70,11 +70,10 @@ def interval(
     values: npt.ArrayLike,
     groups: Sequence[Any] | None = None,
     *,
-    confidence: float = 0.95,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Compute the mean of values with a percentile bootstrap interval.
+    """Compute the mean of values with a 95 % percentile bootstrap interval.
 
     Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 13 and 14.
 
@@ -84,7 +83,6 @@ def interval(
             interval generalizes to other groups. With fewer, values are resampled within their group, so that the
             groups keep their sizes; the interval then generalizes only to more cases of these groups. If no group has
             two values, they are resampled as one group.
-        confidence: share of resamples inside the interval.
         resamples: number of resamples.
         seed: random seed, so that the same values give the same interval.
 
@@ -108,11 +106,11 @@ def interval(
             samples = [array]
         drawn = [sample[rng.integers(len(sample), size=(resamples, len(sample)))] for sample in samples]
         means = np.sum([sample.sum(axis=1) for sample in drawn], axis=0) / len(array)
-    return Interval.of(array.mean(), means, confidence)
+    return Interval.of(array.mean(), means)
 
 
 def compare(
-    baseline: str, learned: npt.ArrayLike, other: npt.ArrayLike, groups: Sequence[Any] | None = None, *, seed: int = 0
+    baseline: str, learned: npt.ArrayLike, other: npt.ArrayLike, groups: Sequence[Any] | None = None
 ) -> Comparison:
     """Compare two policies case by case.
 
@@ -120,7 +118,6 @@ def compare(
         baseline: name of the other policy.
         learned, other: (n,) scores; element i of both belongs to the same case.
         groups: as in `interval`.
-        seed: as in `interval`.
 
     Raises:
         ValueError: the scores have different lengths; or as in `interval`.
@@ -129,9 +126,7 @@ def compare(
     if learned_scores.shape != other_scores.shape:
         raise ValueError(f"expected scores of the same cases, got {learned_scores.shape} and {other_scores.shape}")
     difference: Values = learned_scores - other_scores
-    return Comparison(
-        baseline, interval(difference, groups, seed=seed), float((difference > 0).mean()), len(difference)
-    )
+    return Comparison(baseline, interval(difference, groups), float((difference > 0).mean()), len(difference))
 
 
 def judge(comparisons: Sequence[Comparison]) -> Verdict:

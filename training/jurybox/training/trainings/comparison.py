@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jurybox.training.checkpoints import write_atomically
+from jurybox.training.checkpoints import write_atomically, write_table
 from jurybox.training.report.aggregates import improvement, interquartile_mean
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.trainings.members import FleetMember
@@ -127,13 +125,11 @@ def _write_table(path: Path, runs: Sequence[_Run]) -> None:
     summary = runs[0].summary
     shared = [name for name, value in summary.items() if name != "seed" and type(value) in (int, float)]
     varied = list(runs[0].member.variation)
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(["seed", *varied, "score", *shared])
+    rows = []
     for run in runs:
         own = [run.member.variation[name] for name in varied]
-        writer.writerow([run.member.seed, *own, run.score, *(run.summary.get(name) for name in shared)])
-    write_atomically(path, text.getvalue())
+        rows.append([run.member.seed, *own, run.score, *(run.summary.get(name) for name in shared)])
+    write_table(path, ["seed", *varied, "score", *shared], rows)
 
 
 def _report(

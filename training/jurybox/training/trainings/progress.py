@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,8 @@ class Watcher:
 class ConsoleProgress(Watcher):
     """A watcher that shows progress on a console: a bar on a terminal, otherwise a line every ten seconds."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._clock = clock
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._what = ""
@@ -55,7 +54,7 @@ class ConsoleProgress(Watcher):
     def begin(self, what: str, total: int, done: int = 0) -> None:
         self.end()
         self._what, self._total, self._first = what, total, done
-        self._began = self._lined = self._clock()
+        self._began = self._lined = time.monotonic()
         self._numbers = {}
         if self._console.is_terminal:
             columns = (
@@ -73,7 +72,7 @@ class ConsoleProgress(Watcher):
 
     def advance(self, done: int, numbers: Mapping[str, float] | None = None) -> None:
         self._numbers.update(numbers or {})
-        now = self._clock()
+        now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done, numbers=self._described(done, now))
         elif now - self._lined >= _LINE_EVERY:
@@ -98,9 +97,8 @@ class TrackerMissing(UsageError, RuntimeError):
 
 def require(*, mlflow: bool, wandb: bool) -> None:
     """Raise TrackerMissing if a requested tracker is not installed. Called before a training starts."""
-    wanted = {"mlflow": mlflow, "wandb": wandb}
-    for package in (package for package, requested in wanted.items() if requested):
-        if importlib.util.find_spec(package) is None:
+    for package, requested in {"mlflow": mlflow, "wandb": wandb}.items():
+        if requested and importlib.util.find_spec(package) is None:
             raise TrackerMissing(f"--{package} needs the package {package}: {install_command(package)}")
 
 

@@ -139,16 +139,14 @@ def _finished(folder: Path, planned: Plan, found: Checkpoint) -> Outcome | None:
     return Outcome(end=End.STEPS, text=summary["end"], epochs=counted(found, Word.EPOCHS), **known)
 
 
-def failed_report(
-    folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any], command: str = ""
-) -> None:
+def failed_report(folder: Path, headline: str, error: BaseException, settings: Mapping[str, Any]) -> None:
     """Write a report with the error, for a training that failed after its last step."""
     sentences = [
         headline,
         f"What should follow here could not be made: {type(error).__name__}: {error}",
         "metrics.csv, summary.json and the checkpoints are whole; --resume tries the end again.",
     ]
-    sections = [page.Section("How it ended", sentences), page.the_run({}, settings, command)]
+    sections = [page.Section("How it ended", sentences), page.the_run({}, settings, "")]
     write_atomically(
         folder / "report.html", page.render("Jurybox report", "Jurybox: a training whose end failed", sections)
     )

@@ -12,7 +12,7 @@ from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 from jurybox.protocol.segment import Segment
-from jurybox.training.spaces import StrangeObservation, converted, short
+from jurybox.training.spaces import StrangeObservation, converted, short, take
 
 # Arrays that environments and their worker share over one segment, with the same layout on both sides.
 #
@@ -112,16 +112,6 @@ def put(tree: Tree, rows: Any, value: Any, what: str) -> None:
     else:
         shape = tree.shape[1:] if isinstance(rows, int) else (len(rows), *tree.shape[1:])
         tree[rows] = converted(value, tree.dtype, shape, what, finite=False)
-
-
-def take(tree: Tree, rows: Any) -> Any:
-    """Return a copy of one row or several."""
-    if isinstance(tree, dict):
-        return {name: take(part, rows) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(take(part, rows) for part in tree)
-    found = tree[rows]
-    return found.copy() if isinstance(found, np.ndarray) else found
 
 
 def _tree(space: Space[Any], place: Callable[[npt.DTypeLike, tuple[int, ...]], Array]) -> Tree:

@@ -23,7 +23,8 @@ from gymnasium.vector.utils import batch_space
 
 from jurybox.protocol.segment import Segment, segment_name
 from jurybox.training.environments.gymnasium_env import reset_mask
-from jurybox.training.vector.layout import InfoFields, Shared, add, arrange, put, shared_infos, take
+from jurybox.training.spaces import take
+from jurybox.training.vector.layout import InfoFields, Shared, add, arrange, put, shared_infos
 from jurybox.training.vector.worker import RESET, STEP, STEP_EACH
 from jurybox.training.vector.worker_pool import WorkerPool
 

@@ -40,8 +40,8 @@ from gymnasium.vector import AutoresetMode
 
 from jurybox.processes import end_with, thread_limits
 from jurybox.protocol.segment import Segment
-from jurybox.training.spaces import begun, converted, stepped
-from jurybox.training.vector.layout import arrange, put, take
+from jurybox.training.spaces import begun, converted, stepped, take
+from jurybox.training.vector.layout import arrange, put
 
 THREAD_LIMITS = thread_limits(1)
 
@@ -133,10 +133,10 @@ class WorkerConfig:
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle what an environment gave. What pickle refuses, such as objects of the learner's ``__main__``, by value."""
+    """Pickle what an environment gave or is given. What pickle refuses, such as objects of a ``__main__``, by value."""
     try:
-        return pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError):
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 (of any kind, for a function without a name, say)
         import cloudpickle
 
         found: bytes = cloudpickle.dumps(value)
