@@ -31,7 +31,7 @@ SMALL = WorkflowTraining(
     total_episodes=24,
     episode_length=10,
     max_train_episodes_per_env=2,
-    evaluation_episodes=4,
+    evaluation_episodes=1,
     ppo=PPOSettings(batch_size=40, n_epochs=1, hidden=(16,)),
 )
 

@@ -122,6 +122,7 @@ def test_served_and_local_policies_learn_the_same_serially(tmp_path, env) -> Non
     assert outcomes["local"].evaluation == outcomes["served"].evaluation
 
 
+@pytest.mark.runs
 def test_a_server_answers_a_row_of_json_with_several_choices_that_the_mask_allows(tmp_path) -> None:
     tmp_path.chmod(0o700)
     settings = GymTraining.checked(
@@ -157,8 +158,8 @@ def test_audits_of_an_environment_are_logged_and_drawn_and_not_rewarded(tmp_path
     returns = {}
     for world, audit in (("Audited", ("other",)), ("Mixed", ())):
         env = f"tests.unit.gym_training.gym_worlds:{world}"
-        small = {"n_steps": 64, "n_epochs": 2, "hidden": (16,), "evaluation_episodes": 2}
-        settings = GymTraining(env=env, steps=256, log_every=100, audit=audit, **small)
+        small = {"n_steps": 32, "n_epochs": 1, "hidden": (8,), "evaluation_episodes": 1}
+        settings = GymTraining(env=env, steps=96, log_every=40, audit=audit, **small)
         returns[world] = train(settings, tmp_path / world, serial=True).evaluation
         rows = read_metrics(tmp_path / world / "metrics.csv")
         assert {row["audit_other"] for row in rows if "audit_other" in row} == ({0.25} if audit else set())

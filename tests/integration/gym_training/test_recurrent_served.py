@@ -37,18 +37,13 @@ def made_of():
 
 
 @pytest.fixture(scope="module")
-def server(run, made_of, tmp_path_factory):
-    loaded = policies.Policy(policies.choose(run))
-    written = policies.served_config(loaded, run.parent / "exported", run, {})
-    exported = tomllib.loads(written.read_text())["models"]["policy"]
-    exported["exported"] = str(written.parent / exported["exported"])
+def server(made_of, tmp_path_factory):
     factory = "jurybox.training.algorithms.served_networks:gym_policy"
     policy = {"factory": factory, "args": made_of, "publish": "double_buffer"}
     allowed = {"factories": [f"{factory.partition(':')[0]}:*"], "grpc": "127.0.0.1:0"}
-    with serving(tmp_path_factory.mktemp("server"), {"exported": exported}, **allowed) as running:
-        with running.connect() as client:
-            client.load("policy", policy, keep=600.0, timeout=60.0)
-            yield running
+    with serving(tmp_path_factory.mktemp("server"), {}, **allowed) as running, running.connect() as client:
+        client.load("policy", policy, keep=600.0, timeout=60.0)
+        yield running
 
 
 @pytest.mark.parametrize("over", ["shm", "grpc"])
@@ -99,10 +94,19 @@ def test_the_served_policy_is_the_local_one_over_episodes_also_after_stale_answe
     assert asked >= STEPS + 4 and begins[1:].any() and not begins[1:].all()
 
 
-def test_an_exported_policy_on_a_server_remembers_in_sessions(server, run) -> None:
+@pytest.mark.runs
+def test_an_exported_policy_on_a_server_remembers_in_sessions(run, tmp_path) -> None:
+    loaded = policies.Policy(policies.choose(run))
+    written = policies.served_config(loaded, tmp_path / "exported", run, {})
+    exported = tomllib.loads(written.read_text())["models"]["policy"]
+    exported["exported"] = str(written.parent / exported["exported"])
     policy, random = policies.Policy(policies.choose(run)), np.random.default_rng(1)
     policy.begin(ROWS)
-    with server.connect() as client, client.model("exported").sessions(ROWS) as sessions:
+    with (
+        serving(tmp_path / "server", {"exported": exported}) as server,
+        server.connect() as client,
+        client.model("exported").sessions(ROWS) as sessions,
+    ):
         for step in range(8):
             begun = np.array([step in (0, 5), step in (0, 3), step == 0])
             policy.begin(ROWS, ended=begun)

@@ -27,7 +27,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("other", ["dqn", "iqn"])
+@pytest.mark.parametrize("other", [pytest.param("dqn", marks=pytest.mark.runs), "iqn"])
 def test_ppo_and_a_replays_algorithm_learn_in_one_run_each_at_its_pace(tmp_path, other):
     own = {"agent_1": {"algorithm": other, "exploration_final_eps": 0.2}}
     outcome = train(MarlTraining(**{**MIXED, "own": own}, log_dir=tmp_path), serial=True)

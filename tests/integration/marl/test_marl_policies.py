@@ -24,24 +24,32 @@ class Nothing:
     def scalars(self, step, values): ...
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def trained(out, steps):
     """Four agents, two of which share a policy; action 2 is rewarded, and the numbers of actions start at 5."""
     settings = MarlTraining(
         env="tests.integration.marl.worlds:Kinds",
         env_args={"kinds": KINDS, "first": 5},
         share=(("b", "c"),),
-        steps=640,
+        steps=steps,
         hidden=(16,),
         ppo={"n_steps": 64},
         learning_rate=0.01,
         evaluation_episodes=3,  # the best policy is kept, and one episode says little
-        evaluate_every=320,
-        checkpoint_every=320,
+        evaluate_every=steps // 2,
+        checkpoint_every=steps // 2,
     )
-    out = tmp_path_factory.mktemp("marl")
     run(plan(settings), out, Nothing(), serial=True)
     return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("marl"), 128)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("learned"), 640)
 
 
 @pytest.fixture
@@ -64,11 +72,20 @@ def test_a_run_has_a_policy_for_each_group_and_needs_its_name(folder, command):
 
 
 @pytest.mark.parametrize("name", ["a", "b+c", "d"])
-def test_each_policy_plays_its_own_place_as_it_learned(name, folder):
+def test_each_policy_plays_its_own_place(name, folder):
+    episodes = [play(Policy(choose(folder, name=name)), 2) for _ in range(2)]
+    assert [[(each.length, each.total) for each in again] for again in episodes[1:]] == [
+        [(8, each.total) for each in episodes[0]]
+    ]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("name", ["a", "b+c", "d"])
+def test_each_policy_plays_its_own_place_as_it_learned(name, learned):
     # An episode has eight steps with a reward of 1 for action 2; this many steps suffice to learn it.
-    totals = [each.total for each in play(Policy(choose(folder, name=name)), 3)]
+    totals = [each.total for each in play(Policy(choose(learned, name=name)), 3)]
     assert np.mean(totals) >= 6, totals
-    assert totals == [each.total for each in play(Policy(choose(folder, name=name)), 3)]
+    assert totals == [each.total for each in play(Policy(choose(learned, name=name)), 3)]
 
 
 def test_a_place_in_a_shared_group_is_chosen_and_others_may_act_at_random(folder, command):

@@ -100,7 +100,7 @@ def test_dict_observations_are_those_of_stable_baselines3_and_may_have_n_steps()
         np.testing.assert_array_equal(found[:5], of_arrays[number][:5])
 
 
-@pytest.mark.parametrize("strategy", ["future", "final"])
+@pytest.mark.parametrize("strategy", ["future", pytest.param("final", marks=pytest.mark.runs)])
 def test_goals_in_hindsight_are_those_of_stable_baselines3(strategy) -> None:
     env = SimpleNamespace(env_method=lambda name, *given, indices: [near(*given)], num_envs=1)
     original = HerReplayBuffer(200, GOALS, ACTION, env, "cpu", 1, goal_selection_strategy=strategy)

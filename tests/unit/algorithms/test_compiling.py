@@ -86,11 +86,16 @@ CASES: list[tuple[str, dict]] = [
     ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}),
     ("ppo", {"n_epochs": 2}), ("ppo", {"n_epochs": 2, "target_kl": 0.05, "batch_size": 12}),
 ]  # fmt: skip
+# One from a replay and one of rollouts; SAC is compiled below.
+QUICK = [CASES[2], CASES[5]]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "with_compiler"),
-    [*((*case, False) for case in CASES), pytest.param("sac", {}, True, marks=[needs_compiler, pytest.mark.runs])],
+    [
+        *(pytest.param(*case, False, marks=[pytest.mark.runs] * (case not in QUICK)) for case in CASES),
+        pytest.param("sac", {}, True, marks=[needs_compiler, pytest.mark.runs]),
+    ],
 )
 def test_a_compiled_learner_learns_what_one_that_is_not_does(name, settings, with_compiler, monkeypatch) -> None:
     if not with_compiler:  # the traced graph itself, in a tenth of the time

@@ -110,12 +110,11 @@ def played(learner: PPO, random: np.random.Generator, masks=None) -> Rollout:
     "off",
     [
         {},
-        {"gae": False},
-        {"normalize_advantage": False},
-        {"normalise_returns": False},
-        {"clip_value": False},
         {"target_kl": None},
-        {"bootstrap": False},
+        *(
+            pytest.param({switch: False}, marks=pytest.mark.runs)
+            for switch in ("gae", "normalize_advantage", "normalise_returns", "clip_value", "bootstrap")
+        ),
     ],
     ids=lambda off: next(iter(off), "default"),
 )

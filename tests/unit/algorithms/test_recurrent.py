@@ -159,7 +159,12 @@ def expected(network, batch: Rollout, s, seed: int):
 
 
 @pytest.mark.parametrize(
-    ("cell", "kind"), [("gru", "one"), *(("lstm", kind) for kind in ("choices", "numbers", "mixed", "masks"))]
+    ("cell", "kind"),
+    [
+        ("gru", "one"),
+        *(("lstm", kind) for kind in ("mixed", "masks")),
+        *(pytest.param("lstm", kind, marks=pytest.mark.runs) for kind in ("choices", "numbers")),
+    ],
 )
 def test_recurrent_ppos_update_is_that_of_its_formulas(cell, kind) -> None:
     learner = recurrent(cell, kind)

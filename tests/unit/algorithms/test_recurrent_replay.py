@@ -88,8 +88,14 @@ def discounts() -> torch.Tensor:
     return torch.tensor([0.0 if over else GAMMA for *_, over in every_row()])
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize(
+    ("cell", "masked"),
+    [
+        ("lstm", True),
+        ("gru", False),
+        *(pytest.param(*other, marks=pytest.mark.runs) for other in (("lstm", False), ("gru", True))),
+    ],
+)
 def test_dqns_update_from_windows_is_that_of_its_formulas_row_by_row(cell, masked) -> None:
     learner = recurrent("dqn", cell, masked=masked)
     network, target = copy.deepcopy(learner.acting), widened(copy.deepcopy(learner.acting), 9)
@@ -118,7 +124,7 @@ def actions_of(network, seen: torch.Tensor) -> torch.Tensor:
     return torch.tanh(network.layers(seen))
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", pytest.param("gru", marks=pytest.mark.runs)])
 def test_td3s_update_from_windows_is_that_of_its_paper_row_by_row(cell) -> None:
     learner = recurrent("td3", cell, tau=0.1)
     actor, critic = copy.deepcopy((learner.acting, learner.critics))
@@ -155,7 +161,7 @@ def test_td3s_update_from_windows_is_that_of_its_paper_row_by_row(cell) -> None:
     assert learner.acting.beside[0] is learner.critics.features, "what acts remembers for the critics as they do"
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", [pytest.param("lstm", marks=pytest.mark.runs), "gru"])
 def test_sacs_update_from_windows_is_that_of_its_paper_row_by_row(cell) -> None:
     learner = recurrent("sac", cell, tau=0.1, ent_coef=0.3)
     actor, critic = copy.deepcopy((learner.acting, learner.critics))

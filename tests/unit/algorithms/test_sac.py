@@ -138,6 +138,7 @@ def test_the_policys_step_leaves_the_critics_alone() -> None:
     assert all(each.grad is None for each in sac.target.parameters())
 
 
+@pytest.mark.runs
 def test_it_learns_the_rewarded_action() -> None:
     """A bandit: the nearer the action is to 0.5, the better."""
     sac = learner(learning_rate=0.01, ent_coef=0.01)

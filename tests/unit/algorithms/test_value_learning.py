@@ -41,7 +41,8 @@ def batch(random, n=64):
     }
 
 
-@pytest.mark.parametrize("kind", ["dqn", pytest.param("iqn", marks=pytest.mark.runs)])
+@pytest.mark.runs
+@pytest.mark.parametrize("kind", ["dqn", "iqn"])
 def test_the_values_of_a_small_problem_are_found(kind):
     learner, random = make(kind), np.random.default_rng(0)
     for _ in range(400):

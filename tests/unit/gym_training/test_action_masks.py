@@ -32,8 +32,8 @@ def settings(name: str, how: str = "info", several: bool = False, **changes) -> 
 @pytest.mark.parametrize(
     ("name", "how", "several"),
     [
-        *((name, "info", False) for name in SMALL),
-        ("dqn", "method", False),
+        *(pytest.param(name, "info", False, marks=[pytest.mark.runs] * (name != "dqn")) for name in SMALL),
+        pytest.param("dqn", "method", False, marks=pytest.mark.runs),
         ("ppo", "method", True),
     ],
 )
@@ -62,7 +62,7 @@ def test_ppo_learns_from_the_masks_that_it_acted_with(tmp_path, monkeypatch, sev
         np.testing.assert_allclose(rollout.log_prob, expected, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["ppo", "dqn"])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("dqn", marks=pytest.mark.runs)])
 def test_without_the_mask_the_same_training_has_not_learned_it(tmp_path, monkeypatch, name) -> None:
     monkeypatch.setattr(Corridor, "forbidden", 0)
     outcome = train(settings(name, action_masks=False), tmp_path, serial=True)

@@ -150,8 +150,8 @@ def test_what_cannot_be_chosen_is_a_sentence() -> None:
     [
         pytest.param("ppo", "robot", False, marks=pytest.mark.runs),
         ("ppo", "robot", True),
-        ("ppo", "choices", False),
-        ("sac", "numbers", False),
+        pytest.param("ppo", "choices", False, marks=pytest.mark.runs),
+        pytest.param("sac", "numbers", False, marks=pytest.mark.runs),
     ],
 )
 def test_a_policy_is_trained_played_and_exported_in_the_environments_own_structure(

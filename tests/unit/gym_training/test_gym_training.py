@@ -222,7 +222,7 @@ def test_rows_of_many_environments_do_not_hold_up_their_learner(tmp_path) -> Non
     assert train(s, tmp_path, serial=True).learner_steps > 0
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "td3"])
+@pytest.mark.parametrize("algorithm", ["dqn", pytest.param("td3", marks=pytest.mark.runs)])
 def test_the_smallest_replay_that_is_not_refused_is_learned_from(tmp_path, algorithm) -> None:
     s = settings(algorithm, envs=4, n_steps=3, buffer_size=17, steps=320)
     assert train(s, tmp_path, serial=True).learner_steps > 0
@@ -495,7 +495,7 @@ def test_schedules_are_metrics_and_go_on_where_a_resumed_run_goes_on(tmp_path, m
         assert any(name in row for row in read_metrics(tmp_path / "run" / "metrics.csv"))
 
 
-SOME = [pytest.param(name, marks=[pytest.mark.runs] * (name not in ("ppo", "sac"))) for name in SMALL]
+SOME = [pytest.param(name, marks=[pytest.mark.runs] * (name not in ("ppo", "dqn"))) for name in SMALL]
 
 
 @pytest.mark.parametrize("algorithm", SOME)
@@ -514,7 +514,7 @@ def test_a_resumed_run_makes_the_steps_of_one_without_a_stop_and_depends_on_its_
     assert not all(np.array_equal(one[name], each) for name, each in weights(tmp_path / "whole").items())
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "sac"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("sac", marks=pytest.mark.runs)])
 def test_pictures_and_numbers_together_are_learned_from(tmp_path, algorithm) -> None:
     s = settings(algorithm, steps=40, learning_rate=1e-4, batch_size=4)
     s = s.changed(env_args={**s.env_args, "picture": True}, evaluation_episodes=1)
@@ -560,7 +560,8 @@ def test_rewards_are_normalised_as_by_stable_baselines3(tmp_path, monkeypatch) -
     assert any(row.get("return_deviation", 0) > 0 for row in rows)
 
 
-@pytest.mark.parametrize("bits", [pytest.param(False, marks=pytest.mark.runs), True])
+@pytest.mark.runs
+@pytest.mark.parametrize("bits", [False, True])
 def test_several_choices_at_once_are_learned(tmp_path, bits) -> None:
     rates = {"hidden": (32,), "learning_rate": 0.01, "gamma": 0.0, "n_steps": 32, "batch_size": 64, "n_epochs": 8}
     s = settings("ppo", env="tests.unit.gym_training.gym_worlds:Levers", env_args={"bits": bits}, **rates)

@@ -69,7 +69,7 @@ SIDE_BY_SIDE = [
 ]
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", pytest.param("gru", marks=pytest.mark.runs)])
 @pytest.mark.parametrize("world", [{}, *(each for each in SIDE_BY_SIDE if each["env_args"]["mode"] != "NextStep")])
 def test_each_row_has_what_was_remembered_before_its_step_and_nothing_where_an_episode_begins(
     tmp_path, monkeypatch, cell, world

@@ -54,7 +54,7 @@ def settings(algorithm: str, **changes) -> GymTraining:
     return GymTraining.checked({**SMALL, **world, **changes})
 
 
-@pytest.mark.parametrize(("algorithm", "cell"), [("dqn", "lstm"), ("sac", "gru")])
+@pytest.mark.parametrize(("algorithm", "cell"), [("dqn", "lstm"), pytest.param("sac", "gru", marks=pytest.mark.runs)])
 def test_stored_rows_have_what_was_remembered_before_their_step_also_of_random_ones(
     tmp_path, monkeypatch, algorithm, cell
 ) -> None:
@@ -81,15 +81,14 @@ def test_stored_rows_have_what_was_remembered_before_their_step_also_of_random_o
     assert (goes_on & (rows["observation"][:, 1, 0] == 0)).sum() > 30, "weak data"
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("algorithm", "more"),
     [
         ("dqn", {"steps": 600, "exploration_fraction": 0.5, "target_update_interval": 50}),
-        pytest.param("sac", {"steps": 1500, "ent_coef": 0.03, "tau": 0.05}, marks=pytest.mark.runs),
-        pytest.param(
-            "iqn", {"steps": 1500, "exploration_fraction": 0.5, "target_update_interval": 100}, marks=pytest.mark.runs
-        ),
-        pytest.param("td3", {"steps": 2000, "tau": 0.05}, marks=pytest.mark.runs),
+        ("sac", {"steps": 1500, "ent_coef": 0.03, "tau": 0.05}),
+        ("iqn", {"steps": 1500, "exploration_fraction": 0.5, "target_update_interval": 100}),
+        ("td3", {"steps": 2000, "tau": 0.05}),
     ],
 )
 def test_it_learns_what_only_the_first_observation_shows(tmp_path, algorithm, more) -> None:
@@ -106,7 +105,8 @@ def test_it_learns_what_only_the_first_observation_shows(tmp_path, algorithm, mo
     assert remembers > 0.85 > forgets, (remembers, forgets)
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("dqn", marks=pytest.mark.runs), "sac"])
+@pytest.mark.runs
+@pytest.mark.parametrize("algorithm", ["dqn", "sac"])
 def test_an_exported_policy_remembers_as_the_played_one(tmp_path, algorithm) -> None:
     train(settings(algorithm, steps=80), tmp_path / "run", serial=True)
     policy = policies.Policy(policies.choose(tmp_path / "run"))

@@ -76,8 +76,11 @@ def roles_of(folder):
 
 @pytest.mark.parametrize(
     ("env", "more"),
-    [(Keeps, {}), (Forgets, {}), (Keeps, {"recurrent": "lstm", "hidden_size": 6})],
-    ids=["saved", "begun anew", "saved with what is remembered"],
+    [
+        pytest.param(Keeps, {}, id="saved", marks=pytest.mark.runs),
+        pytest.param(Forgets, {}, id="begun anew"),
+        pytest.param(Keeps, {"recurrent": "lstm", "hidden_size": 6}, id="saved with what is remembered"),
+    ],
 )
 def test_a_resumed_run_equals_one_without_a_stop_where_its_environments_can_be_saved(tmp_path, env, more) -> None:
     s = settings("ppo", env, **more)

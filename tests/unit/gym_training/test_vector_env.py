@@ -117,7 +117,11 @@ def test_a_step_tells_of_the_environments_that_acted(mode) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "truncates", "mode"),
-    [*(("dqn", truncates, mode) for truncates in (True, False) for mode in MODES), ("ppo", False, MODES[0])],
+    [
+        *(("dqn", True, mode) for mode in MODES),
+        *(pytest.param("dqn", False, mode, marks=pytest.mark.runs) for mode in MODES),
+        ("ppo", False, MODES[0]),
+    ],
 )
 def test_no_row_of_a_training_goes_over_the_end_of_an_episode(tmp_path, mode, algorithm, truncates) -> None:
     own = {"n_steps": 8, "batch_size": 8} if algorithm == "ppo" else {"learning_starts": 8, "buffer_size": 500}
@@ -159,7 +163,7 @@ def robots(num_envs: int, mode: str = "SameStep") -> VectorEnv:
     return SyncVectorEnv([Told for _ in range(num_envs)], autoreset_mode=AutoresetMode(mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.runs) for mode in MODES[1:])])
 def test_a_dict_of_actions_is_what_each_environment_is_told(tmp_path, mode) -> None:
     """They assert that their spaces contain it."""
     settings = GymTraining(

@@ -19,7 +19,7 @@ def evaluations(rows, name):
     ]
 
 
-@pytest.mark.parametrize("serial", [True, False])
+@pytest.mark.parametrize("serial", [True, pytest.param(False, marks=pytest.mark.runs)])
 def test_the_best_is_the_publication_that_was_evaluated(tmp_path, serial):
     rows = Rows()
     run(
@@ -36,7 +36,7 @@ def test_the_best_is_the_publication_that_was_evaluated(tmp_path, serial):
     assert said["numbers"]["liking"] == liking and said["versions"] == {"policy": version}
 
 
-@pytest.mark.parametrize("serial", [True, False])
+@pytest.mark.parametrize("serial", [True, pytest.param(False, marks=pytest.mark.runs)])
 def test_the_last_evaluation_can_be_the_best_one(tmp_path, serial):
     """It ends after a checkpoint at the same step was made."""
     planned = plan(steps=100, evaluate=10**6, judge={"pause": 0.5}, save_every=1, best="version")

@@ -131,7 +131,7 @@ def newest(folder):
     return found.env_steps, counted(found, Word.LEARNER_STEPS)
 
 
-@pytest.mark.parametrize("slack", [1000, None])
+@pytest.mark.parametrize("slack", [1000, pytest.param(None, marks=pytest.mark.runs)])
 def test_the_last_checkpoint_has_the_learner_steps_that_followed_the_last_environment_step(tmp_path, slack):
     outcome = run(plan(steps=100, learner={"pause": 0.01}, slack=slack, save_every=1), tmp_path, Rows())
     assert outcome.end is End.STEPS and newest(tmp_path) == (outcome.env_steps, outcome.learner_steps)
@@ -154,7 +154,7 @@ def test_after_the_last_checkpoint_nobody_goes_on_also_where_the_one_before_had_
     raise AssertionError("no checkpoint of a last environment step had all learner steps")
 
 
-@pytest.mark.parametrize("serial", [True, False])
+@pytest.mark.parametrize("serial", [pytest.param(True, marks=pytest.mark.runs), False])
 def test_a_run_whose_last_periodic_checkpoint_failed_tries_once_more_at_its_end(tmp_path, monkeypatch, serial):
     complete, failed = Checkpoints.complete, []
 

@@ -123,6 +123,7 @@ def test_an_actor_that_is_too_far_behind_looks_at_once_and_it_is_counted(tmp_pat
     assert outcome.forced_syncs >= 5
 
 
+@pytest.mark.runs
 def test_a_resumed_run_continues_where_it_ended(tmp_path):
     run(plan(steps=100), tmp_path, Rows())
     outcome = run(plan(steps=200), tmp_path, Rows(), resume=True)
@@ -159,6 +160,7 @@ def test_time_that_is_up_ends_a_serial_run_with_a_last_evaluation(tmp_path):
     assert outcome.evaluation["eval_version"] == 1 + outcome.learner_steps // 5
 
 
+@pytest.mark.runs
 def test_time_that_is_up_ends_processes_with_a_last_evaluation_and_learners_that_are_far_behind(tmp_path):
     slow = {"learner": {"pause": 0.05}, "collect": 1, "slack": 10**9}
     planned = plan(budget=Budget(steps=10**9, seconds=3.0), evaluate=10**9, timeouts=Timeouts(save=30.0), **slow)

@@ -75,7 +75,7 @@ def _marl(algorithm, every):
 
 
 def _hockey(every):
-    s = hockey_settings(steps=500, checkpoint_every=every, prioritized=True, publish_interval=1)
+    s = hockey_settings(steps=400, checkpoint_every=every, prioritized=True, publish_interval=1)
     return lambda folder: run(hockey.plan(s, folder), folder, toys.Rows(), serial=True)
 
 
@@ -115,7 +115,7 @@ def _left(folder):
 
 
 # Whose roles keep what others' keep, or whose own tests resume them in the default suite.
-MORE = {"gym iqn", "gym td3", "marl iqn", "photo", "workflow"}
+MORE = {"gym iqn", "gym td3", "gym sac", "marl iqn", "photo", "workflow"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rich.console import Console
 from tests.unit.runtime.toys import Rows, plan
 
 from jurybox.protocol.segment import segment_name
+from jurybox.training.runtime import progress
 from jurybox.training.runtime.progress import RunMetrics, View
 from jurybox.training.runtime.scoreboard import ControlWord, RunScoreboard, State, Subject, Word
 
@@ -52,7 +53,9 @@ def test_elsewhere_than_on_a_terminal_there_is_a_line_now_and_then(scoreboard, t
     assert (tmp_path / "run.log").read_text().endswith(" learner [bold]failed[/bold]\n")
 
 
-def test_a_terminal_gets_a_table_of_all_roles(scoreboard, tmp_path):
+def test_a_terminal_gets_a_table_of_all_roles(scoreboard, tmp_path, monkeypatch):
+    now = int(scoreboard.words[2][Word.WAITS_SINCE]) + 5 * 10**9  # or a slow machine shows more seconds
+    monkeypatch.setattr(progress.time, "monotonic_ns", lambda: now)
     text = shown(scoreboard, True, tmp_path, [0.0, 1.0, 11.0])
     for part in ("actor-0", "running", "1,234", "75%", "steps 5.0 s", "7", "return_mean 2.5"):
         assert part in text

@@ -106,6 +106,7 @@ def test_so_does_a_photo_training(tmp_path):
     assert not list((tmp_path / "checkpoints").glob(".writing-*"))
 
 
+@pytest.mark.runs
 def test_so_does_a_search(tmp_path, capsys):
     few = WORKFLOW.changed(total_episodes=40, mixed_share=0.0)
     begun(tmp_path, few)

@@ -108,7 +108,9 @@ def test_a_hockey_run_builds_each_game_exactly_once(tmp_path, monkeypatch, seria
 
 
 @pytest.mark.parametrize("serial", [True, pytest.param(False, marks=pytest.mark.runs)], ids=["serial", "processes"])
-@pytest.mark.parametrize(("training", "envs"), [(in_gym, 2), (in_marl, 1)], ids=["gym", "marl"])
+@pytest.mark.parametrize(
+    ("training", "envs"), [pytest.param(in_gym, 2, marks=pytest.mark.runs), (in_marl, 1)], ids=["gym", "marl"]
+)
 def test_a_run_builds_each_environment_exactly_once_and_closes_it(tmp_path, training, envs, serial) -> None:
     outcome = training(tmp_path, serial=serial)
     made = sorted((tmp_path / "made").read_text().splitlines())

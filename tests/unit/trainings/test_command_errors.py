@@ -179,10 +179,15 @@ def test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(t
     assert "the server went away" in (tmp_path / "report.html").read_text()
     summary = (tmp_path / "summary.json").read_text()
     assert '"env_steps": 32' in summary and "evaluation_failed" in summary
+
+
+@pytest.mark.runs
+def test_what_failed_in_an_evaluation_is_reported_no_longer_after_the_next(tmp_path, monkeypatch):
+    test_a_photo_training_whose_evaluation_fails_leaves_its_report_and_summary(tmp_path, monkeypatch)
     assert photo_run.evaluate_policy is evaluate_policy
     photo_run.run(PHOTO, tmp_path, Watcher(), command="", resume=True, serial=True)
-    assert "held-out photos" in (tmp_path / "report.html").read_text()
     summary = (tmp_path / "summary.json").read_text()
+    assert "held-out photos" in (tmp_path / "report.html").read_text()
     assert "verdict" in summary and "evaluation_failed" not in summary, "what failed is reported no longer"
 
 

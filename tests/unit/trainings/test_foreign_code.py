@@ -116,7 +116,9 @@ until_interrupted(work, None, message="stopping")
 """
 
 
-@pytest.mark.parametrize(("what", "status"), [(["thread", "child"], 0), (["thread", "fails"], 1)])
+@pytest.mark.parametrize(
+    ("what", "status"), [(["thread", "child"], 0), pytest.param(["thread", "fails"], 1, marks=pytest.mark.runs)]
+)
 def test_what_an_environment_left_does_not_keep_the_process(what, status) -> None:
     # To files, not pipes: the child holds them open.
     with Path(os.devnull).open("w") as nowhere:

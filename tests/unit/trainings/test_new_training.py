@@ -201,6 +201,7 @@ def test_a_sorrel_configuration_with_an_unknown_name_is_refused(name, told):
         Multiprocessing.of({"multiprocessing": {"enabled": True, name: 8}})
 
 
+@pytest.mark.runs
 def test_several_seeds_from_one_command_are_separate_runs_that_are_compared(tmp_path):
     out = tmp_path / "runs"
     done = run("--out", str(out), "--seeds", "3,5", "--serial", "--steps", "24")

@@ -62,7 +62,8 @@ def test_marl(tmp_path) -> None:
     assert outcome.env_steps == 120 and actors(folder) == [60, 60] and outcome.learner_steps == 2 * 6
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), pytest.param(2, 1, marks=pytest.mark.runs)])
+@pytest.mark.runs
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1)])
 def test_hockey(tmp_path, before, after) -> None:
     few = {"envs": 8, "steps": 640, "evaluation_games": 1, "matrix_games": 0, "film_games": 0}
     train_hockey(hockey_settings(**few, workers=before), tmp_path / "run", serial=True)
@@ -73,7 +74,8 @@ def test_hockey(tmp_path, before, after) -> None:
     assert max(actors(folder)) - min(actors(folder)) <= 8
 
 
-@pytest.mark.parametrize("envs", [1, pytest.param(3, marks=pytest.mark.runs)])
+@pytest.mark.runs
+@pytest.mark.parametrize("envs", [1, 3])
 def test_photo(tmp_path, envs) -> None:
     train_photo(tmp_path / "run")
     folder = moved(tmp_path / "run")

@@ -1,10 +1,10 @@
 """The networks that a server loads of the trainings: they need only torch, with the names that learners publish."""
 
-import subprocess
 import sys
 
 import numpy as np
 import torch
+from tests.forking import in_a_child
 
 from jurybox.server.inproc import InprocServer
 from jurybox.training.algorithms import served_networks
@@ -26,8 +26,14 @@ import jurybox.training.algorithms.served_networks
 def test_a_server_without_the_trainings_packages_can_load_them():
     from jurybox.training.trainings.training import _EXTRA
 
-    done = subprocess.run([sys.executable, "-c", _IMPORT.format(missing=_EXTRA)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    def loaded():
+        for name in list(sys.modules):
+            if name.partition(".")[0] in _EXTRA or name.startswith("jurybox.training"):
+                del sys.modules[name]
+        exec(_IMPORT.format(missing=_EXTRA), {})
+        return "jurybox.training.algorithms.served_networks" in sys.modules
+
+    assert in_a_child(loaded), "in a fork, which need not import torch anew"
 
 
 def test_every_network_loads_its_learners_weights_and_gives_the_same_outputs():

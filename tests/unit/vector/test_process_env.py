@@ -188,7 +188,7 @@ def test_a_call_after_one_that_was_interrupted_gets_its_own_answer(counters, err
     assert counters._pool.restarts == 0
 
 
-@pytest.mark.parametrize("side", ["send_bytes", "recv_bytes"])
+@pytest.mark.parametrize("side", [pytest.param("send_bytes", marks=pytest.mark.runs), "recv_bytes"])
 def test_a_worker_with_whom_a_message_was_interrupted_is_replaced(monkeypatch, side) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt  # with some of its bytes on their way

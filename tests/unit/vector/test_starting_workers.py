@@ -112,6 +112,13 @@ if __name__ == "__main__":
 """
 
 
+def test_what_a_main_module_defines_reaches_workers_and_comes_back(capsys) -> None:
+    """In this process: what is defined below the name of the main module, which workers do not find there."""
+    exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "all of it\n"
+
+
+@pytest.mark.runs
 def test_what_a_script_defines_reaches_workers_and_comes_back(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -162,6 +162,7 @@ def test_games_against_bots_stay_in_the_anchor_and_all_others_go_to_the_ring(tmp
     assert kept == 400 and ring > 200, "once it is full, games begin in the ring again"
 
 
+@pytest.mark.runs
 def test_each_batch_contains_a_share_of_the_anchor(tmp_path: Path, monkeypatch) -> None:
     ratios, sample = [], Replay.sample
 
@@ -321,11 +322,11 @@ def test_an_evaluation_plays_the_same_games_each_time() -> None:
     def policy(rows: np.ndarray) -> np.ndarray:
         return np.tanh(rows[:, [12, 13, 2, 0]] - rows[:, [0, 1, 5, 1]])
 
-    one = evaluate(HockeyGames(1), policy, "weak", 6)
-    side_by_side = evaluate(HockeyGames(4), policy, "weak", 6)
+    one = evaluate(HockeyGames(1), policy, "weak", 3)
+    side_by_side = evaluate(HockeyGames(2), policy, "weak", 3)
     assert one == side_by_side
     assert one.wins + one.ties + one.losses == pytest.approx(1)
-    assert one != evaluate(HockeyGames(1), policy, "weak", 6, seed=1)
+    assert one != evaluate(HockeyGames(1), policy, "weak", 3, seed=1)
 
 
 def weights_of(s):

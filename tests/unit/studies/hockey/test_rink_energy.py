@@ -131,7 +131,10 @@ def step_and_check(game: HockeyGame, actions: np.ndarray) -> None:
         assert ahead < 0.9 or depth(rink, body) < SLOP
 
 
-@pytest.mark.parametrize("play", PLAYS)
+QUICK = ("cornered against strong", "at the bounds")
+
+
+@pytest.mark.parametrize("play", [pytest.param(play, marks=[pytest.mark.runs] * (play not in QUICK)) for play in PLAYS])
 def test_no_play_gets_more_out_of_the_rink_than_it_puts_in(play: str) -> None:
     game = HockeyGame()
     for seed in range(8):

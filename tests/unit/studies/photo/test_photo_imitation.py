@@ -173,8 +173,8 @@ def test_nothing_but_the_policy_is_shown_cures(once):
 
 def test_the_same_seed_shows_the_same(monkeypatch):
     monkeypatch.setattr(imitation, "_LAST_PASSES", imitation._PASSES)
-    model, found, _, _ = shown(steps=20)
-    again, other, _, _ = shown(steps=20)
+    model, found, _, _ = shown(steps=8)
+    again, other, _, _ = shown(steps=8)
     assert np.array_equal(found.seen, other.seen) and np.array_equal(found.wanted, other.wanted)
     for name, tensor in model.policy.state_dict().items():
         assert torch.equal(tensor, again.policy.state_dict()[name]), name

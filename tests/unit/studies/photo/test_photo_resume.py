@@ -131,13 +131,15 @@ def finished(tmp_path_factory):
 
 
 class Shown(Watcher):
-    """What is shown of a run."""
+    """What is shown of a run, which ends where its evaluation begins."""
 
     def __init__(self):
         self.phases, self.told = [], []
 
     def begin(self, what, total, done=0):
         self.phases.append((what, total, done))
+        if what == "evaluating":
+            raise KeyboardInterrupt
 
     def advance(self, done, numbers=None):
         self.told.append((done, dict(numbers or {})))
@@ -155,11 +157,17 @@ def test_a_finished_run_keeps_its_results_until_it_is_evaluated_again(finished, 
     with pytest.raises(KeyboardInterrupt):
         whole_run(SMALL, folder, InterruptsEvaluation(), resume=True)
     assert summary(folder) == before and "verdict" in before
-    whole_run(SMALL, folder, resume=True)
-    assert summary(folder) == before, "the same photos and the same policy"
     with pytest.raises(KeyboardInterrupt):
         whole_run(SMALL.changed(steps=48), folder, InterruptsEvaluation(), resume=True)
     assert summary(folder)["env_steps"] == 48 and "verdict" not in summary(folder), "those were of another policy"
+
+
+@pytest.mark.runs
+def test_a_finished_run_that_is_evaluated_again_has_the_same_results(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    before = summary(folder)
+    whole_run(SMALL, folder, resume=True)
+    assert summary(folder) == before, "the same photos and the same policy"
 
 
 def test_the_report_has_the_steps_that_were_made_and_the_time_of_all_parts(finished, tmp_path):
@@ -178,7 +186,8 @@ def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(finishe
     with pytest.raises(CheckpointError, match=r"learning_rate was 0\.001, is 0\.5"):
         whole_run(SMALL.changed(learning_rate=0.5), tmp_path, resume=True)
     shown = Shown()
-    whole_run(SMALL.changed(steps=48), tmp_path, shown, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        whole_run(SMALL.changed(steps=48), tmp_path, shown, resume=True)
     assert summary(tmp_path)["env_steps"] == 48
     assert shown.phases[0] == ("training", 48, 32)
     assert [done for done, _ in shown.told[:8]] == [34, 36, 38, 40, 42, 44, 46, 48], "also within a rollout"

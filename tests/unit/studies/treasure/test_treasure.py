@@ -77,7 +77,9 @@ def test_an_agent_sees_its_window_and_not_itself():
             wide.act(agent, int(random.integers(5)))
 
 
-@pytest.mark.parametrize("walls", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize(
+    "walls", [pytest.param(0.0, marks=pytest.mark.runs), pytest.param(0.1, marks=pytest.mark.runs), 0.4]
+)
 def test_walls_never_cut_the_floor_in_two(walls):
     for seed in range(10):
         tiles = TreasureWorld(TreasureConfig(walls=walls, gems=(2, 1, 1)), np.random.default_rng(seed)).tiles

@@ -457,7 +457,8 @@ def test_a_run_that_was_killed_and_resumed_is_the_same_as_one_at_once(whole, tmp
     assert left_by(tmp_path) == left_by(whole[0]), "three updates after the checkpoint were made once more"
 
 
-@pytest.mark.parametrize("evaluating", [pytest.param(False, marks=pytest.mark.runs), True])
+@pytest.mark.runs
+@pytest.mark.parametrize("evaluating", [False, True])
 def test_a_stop_leaves_the_update_and_the_run_goes_on_with_resume(whole, tmp_path, evaluating) -> None:
     signals, asked = Signals(), []
 
