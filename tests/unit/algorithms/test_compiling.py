@@ -86,8 +86,8 @@ CASES: list[tuple[str, dict]] = [
     ("sac", {}), ("td3", {}), ("dqn", {}), ("iqn", {}),
     ("ppo", {"n_epochs": 2}), ("ppo", {"n_epochs": 2, "target_kl": 0.05, "batch_size": 12}),
 ]  # fmt: skip
-# One from a replay and one of rollouts; SAC is compiled below.
-QUICK = [CASES[2], CASES[5]]
+# Two from a replay, hockey's among them, and one of rollouts; SAC is compiled below.
+QUICK = [CASES[1], CASES[2], CASES[5]]
 
 
 @pytest.mark.parametrize(

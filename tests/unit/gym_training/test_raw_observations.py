@@ -112,10 +112,10 @@ def test_a_network_computes_the_same_from_rows_and_from_observations_of_any_spac
 CASES = [
     ("ppo", "bytes", {"numbers": True, "bounded": False}),
     ("ppo", "parts", {"actions": "choices", "masks": True}),
+    ("dqn", "parts", {"masks": True}),
 ]
 MORE = [
     ("sac", "a pair", {}),
-    ("dqn", "parts", {"masks": True}),
     ("ppo", "parts", {}),
     ("ppo", "bytes", {}),
     ("dqn", "parts", {}),

@@ -105,8 +105,7 @@ def test_it_learns_what_only_the_first_observation_shows(tmp_path, algorithm, mo
     assert remembers > 0.85 > forgets, (remembers, forgets)
 
 
-@pytest.mark.runs
-@pytest.mark.parametrize("algorithm", ["dqn", "sac"])
+@pytest.mark.parametrize("algorithm", ["dqn", pytest.param("sac", marks=pytest.mark.runs)])
 def test_an_exported_policy_remembers_as_the_played_one(tmp_path, algorithm) -> None:
     train(settings(algorithm, steps=80), tmp_path / "run", serial=True)
     policy = policies.Policy(policies.choose(tmp_path / "run"))
