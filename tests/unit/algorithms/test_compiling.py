@@ -16,7 +16,7 @@ from tests.unit.algorithms.test_recorded_losses import DISCRETE, batch, rollout
 
 from jurybox.training.algorithms import compiling
 from jurybox.training.algorithms.base import take
-from jurybox.training.algorithms.compiling import Adam, CompiledStep, compiler_missing
+from jurybox.training.algorithms.compiling import Adam, CompiledStep, PlainAdam, compiler_missing
 from jurybox.training.algorithms.networks import Features
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
@@ -73,6 +73,13 @@ def test_what_compiles_nothing_imports_none_of_torchs_compiler(monkeypatch) -> N
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # so that one fails
     with pytest.raises(ImportError):
         torch.optim.Adam([torch.zeros(1)])
+    weights = torch.ones(3, requires_grad=True)
+    plain = PlainAdam([weights], lr=0.1)
+    plain.zero_grad()
+    weights.sum().backward()
+    plain.step()
+    plain.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(weights.detach(), torch.full((3,), 0.9))
     for name in ("sac", "ppo"):
         learner, other = made(name, False), made(name, False)
         rows = (rollout if learner.on_policy else batch)(np.random.default_rng(0), name in DISCRETE)

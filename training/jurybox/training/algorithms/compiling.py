@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["TRACING", "Adam", "CompileStopped", "CompiledStep", "compiler_missing"]
+__all__ = ["TRACING", "Adam", "CompileStopped", "CompiledStep", "PlainAdam", "compiler_missing"]
 
 TRACING = threading.local()
 """Has `on` True in a thread that traces a step."""
@@ -34,7 +34,17 @@ _log = logging.getLogger("jurybox.learner")
 _ALIVE_EVERY = 0.25  # seconds between two signs of life while a compiler works, and two looks whether it may go on
 
 
-class Adam(torch.optim.Adam):
+class PlainAdam(torch.optim.Adam):
+    """torch's own, without a decorator that imports its compiler at the first call, two seconds of a core a process."""
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class Adam(PlainAdam):
     """Adam of one group of parameters on one device, whose step can be a part of a `CompiledStep`.
 
     Its state has torch's names, exists from the start, and is changed in place.
@@ -57,12 +67,6 @@ class Adam(torch.optim.Adam):
                 "exp_avg": torch.zeros_like(each),
                 "exp_avg_sq": torch.zeros_like(each),
             }
-
-    # torch's own, without a decorator that imports its compiler at the first call, two seconds of a core a learner.
-    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
-    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
-    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state; one without a parameter's numbers is that of an optimiser before its first step."""
