@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,12 +138,23 @@ def test_workers_and_memory_go_with_a_killed_learner() -> None:
     wait_until(lambda: not [name for name in set(os.listdir(root)) - before if "vector" in name], 10.0, "its memory")
 
 
+def shared_memory() -> set[str]:
+    """The segments without a file, as the environments' are, that this process has open or mapped."""
+    places = [*Path("/proc/self/maps").read_text().splitlines()]
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this very listing
+            places.append(str(each.readlink()))
+    return {found[0] for place in places if (found := re.search(rf"{directory()}/\S+ \(deleted\)", place))}
+
+
 def test_closing_leaves_neither_workers_nor_memory() -> None:
+    before = shared_memory()
     env = vector()
     pids = env.pids
+    assert all(psutil.pid_exists(pid) for pid in pids) and len(shared_memory() - before) == 1
     env.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert not [name for name in os.listdir(directory()) if f"vector{os.getpid()}" in name]
+    assert shared_memory() == before
 
 
 def seeds(env: ProcessVectorEnv, seed: int, *all_dying: int) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.unit.algorithms.test_recorded_losses import DISCRETE, batch, rollout
 
 from jurybox.training.algorithms import compiling
 from jurybox.training.algorithms.base import take
-from jurybox.training.algorithms.compiling import Adam, CompiledStep, compiler_missing
+from jurybox.training.algorithms.compiling import Adam, CompiledStep, PlainAdam, compiler_missing
 from jurybox.training.algorithms.networks import Features
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
@@ -72,6 +73,13 @@ def test_what_compiles_nothing_imports_none_of_torchs_compiler(monkeypatch) -> N
     monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # so that one fails
     with pytest.raises(ImportError):
         torch.optim.Adam([torch.zeros(1)])
+    weights = torch.ones(3, requires_grad=True)
+    plain = PlainAdam([weights], lr=0.1)
+    plain.zero_grad()
+    weights.sum().backward()
+    plain.step()
+    plain.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(weights.detach(), torch.full((3,), 0.9))
     for name in ("sac", "ppo"):
         learner, other = made(name, False), made(name, False)
         rows = (rollout if learner.on_policy else batch)(np.random.default_rng(0), name in DISCRETE)
@@ -268,3 +276,43 @@ def test_a_graph_that_was_compiled_before_is_found_again_in_the_users_own_folder
         assert _compiled_sum() == [3.0] * 4
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
     assert list(their_own_folder.iterdir())
+
+
+SLOW_COMPILER = """#!/bin/sh
+case "$*" in *--version*|*-dumpversion*|*-print-*) exec g++ "$@";; esac
+echo $$ >> "$JURYBOX_TEST_STARTED"
+sleep 600
+"""
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Let torch have a compiler that never ends; gives the file with the process ids of its calls."""
+    from torch._inductor import config
+
+    script, started = tmp_path / "slow++", tmp_path / "started"
+    script.write_text(SLOW_COMPILER)
+    script.chmod(0o755)
+    monkeypatch.setenv("JURYBOX_TEST_STARTED", str(started))
+    with config.patch({"cpp.cxx": (None, str(script))}):
+        yield started
+
+
+@needs_compiler
+def test_a_stop_ends_a_compiler_and_the_step_is_made_without_it(started) -> None:
+    learner, plain = made("dqn", True), made("dqn", False)
+    learner.stops = started.exists
+    given = batch(np.random.default_rng(0), True)
+    for each in (learner, plain):
+        each.update(given, START)
+    assert learner.compiles, "the next one may compile"
+    assert all(torch.equal(a, b) for a, b in zip(numbers(learner), numbers(plain), strict=True))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started.read_text().split())
+
+
+@needs_compiler
+def test_a_step_of_a_run_that_stops_compiles_nothing(started) -> None:
+    learner = made("dqn", True)
+    learner.stops = lambda: True
+    learner.update(batch(np.random.default_rng(0), True), START)
+    assert learner.compiles and not started.exists()

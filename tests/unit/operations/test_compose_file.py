@@ -54,7 +54,8 @@ def read(name: str) -> dict:
 def test_every_service_of_ours_is_bounded_and_its_log_too():
     for name in ("server", *OF_TRAININGS):
         service = SERVICES[name]
-        assert service["mem_limit"].startswith("${") and service["stop_grace_period"] == "20s", name
+        assert service["mem_limit"].startswith("${"), name
+        assert service["stop_grace_period"] == ("20s" if name == "server" else "60s"), name
     for name, service in SERVICES.items():
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
     assert re.fullmatch(r"on-failure:\d+", SERVICES["server"]["restart"])

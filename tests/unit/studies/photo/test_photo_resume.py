@@ -2,14 +2,17 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cloudpickle
 import numpy as np
 import pytest
 
+from jurybox.studies.photo import learning
 from jurybox.studies.photo.environment import PhotoConfig, PhotoLibrary
 from jurybox.studies.photo.learning import PhotoTraining, columns, plan
 from jurybox.studies.photo.train import run
+from jurybox.training.algorithms.compiling import PlainAdam
 from jurybox.training.checkpoints import CheckpointError, Checkpoints
 from jurybox.training.run_folder import read_metrics
 from jurybox.training.trainings.progress import Watcher
@@ -194,3 +197,9 @@ def test_a_run_is_not_resumed_with_other_settings_but_may_get_more_steps(finishe
     assert shown.told[8][1].keys() == {"return"}
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {"summary.json", "metrics.csv", "report.html", "checkpoints", "tensorboard", "evaluation.csv"}
+
+
+def test_its_optimiser_is_stable_baselines_adam_without_torchs_compiler(monkeypatch) -> None:
+    monkeypatch.setattr(learning, "PPO", lambda *of, policy_kwargs, **options: policy_kwargs)
+    given = learning._new_model(learning.PhotoTraining(), SimpleNamespace())
+    assert given["optimizer_class"] is PlainAdam and given["optimizer_kwargs"] == {"eps": 1e-5}

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from jurybox.studies.hockey.league import LeagueSettings
 from jurybox.training.runtime.plan import Pace, check_learns
-from jurybox.training.runtime.settings import Compile, EnvironmentSettings
+from jurybox.training.runtime.settings import NOT_COMPILED, Compile, EnvironmentSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,5 +221,5 @@ class HockeyTraining(EnvironmentSettings):
         if self.device == "cpu":
             unused["learner_gpus"] = 'device is "cpu": the learner would not use them'
         else:
-            unused["compile"] = "only updates on the CPU are compiled"
+            unused["compile"] = NOT_COMPILED
         return unused

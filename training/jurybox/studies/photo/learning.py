@@ -33,6 +33,7 @@ from jurybox.studies.photo.imitation import imitate
 from jurybox.studies.photo.network import PhotoMoves, photo_moves
 from jurybox.studies.photo.start import begin_with
 from jurybox.studies.photo.worker import environment_maker
+from jurybox.training.algorithms.compiling import PlainAdam
 from jurybox.training.policies import Acts, Description
 from jurybox.training.roles.sb3 import LEARNER_COLUMNS, POLICY, SB3Trainer
 from jurybox.training.run_folder import audited
@@ -305,6 +306,8 @@ def _new_model(settings: PhotoTraining, environments: VecEnv) -> PPO:
                 "net_arch": {"pi": hidden, "vf": hidden},
                 "activation_fn": torch.nn.Tanh,
                 "log_std_init": settings.log_std_init,
+                "optimizer_class": PlainAdam,
+                "optimizer_kwargs": {"eps": 1e-5},  # what its default gives torch's own Adam alone
             },
             device="cpu",
         )

@@ -315,6 +315,7 @@ class Algorithm(ABC):
         envs: number of environments, over all workers.
         compiles: whether `run` compiles its steps, see `compiling`.
         alive: call it several times a minute in a long update: a learner that gives no sign of life is restarted.
+        stops: whether the run waits for the end of the update; any thread may ask.
         restored: whether `load_state_dict` was called.
         raw: whether its networks take the environment's own observations, one argument an input, instead of rows.
 
@@ -335,6 +336,7 @@ class Algorithm(ABC):
         self.settings, self.spec = settings, spec
         self.envs = 1
         self.alive: Callable[[], None] = lambda: None
+        self.stops: Callable[[], bool] = lambda: False
         self.restored = self.raw = self.compiles = False
         self._compiled: dict[str, compiling.CompiledStep] = {}
         if spec.masked and not self.masks:
@@ -585,9 +587,11 @@ class Algorithm(ABC):
         if self.compiles:
             graph = self._compiled.get(name)
             if graph is None:
-                graph = self._compiled[name] = compiling.CompiledStep(step, self.alive)
+                graph = self._compiled[name] = compiling.CompiledStep(step, self.alive, self.stops)
             try:
                 return graph(given)
+            except compiling.CompileStopped:
+                return step(given)
             except Exception as error:
                 if graph.ran:
                     raise

@@ -11,9 +11,10 @@ import inspect
 import logging
 import os
 import shutil
+import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["TRACING", "Adam", "CompiledStep", "compiler_missing"]
+__all__ = ["TRACING", "Adam", "CompileStopped", "CompiledStep", "PlainAdam", "compiler_missing"]
 
 TRACING = threading.local()
 """Has `on` True in a thread that traces a step."""
@@ -30,10 +31,20 @@ TRACING = threading.local()
 Step = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 _log = logging.getLogger("jurybox.learner")
-_ALIVE_EVERY = 5.0  # seconds between two signs of life while a compiler works
+_ALIVE_EVERY = 0.25  # seconds between two signs of life while a compiler works, and two looks whether it may go on
 
 
-class Adam(torch.optim.Adam):
+class PlainAdam(torch.optim.Adam):
+    """torch's own, without a decorator that imports its compiler at the first call, two seconds of a core a process."""
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+class Adam(PlainAdam):
     """Adam of one group of parameters on one device, whose step can be a part of a `CompiledStep`.
 
     Its state has torch's names, exists from the start, and is changed in place.
@@ -56,12 +67,6 @@ class Adam(torch.optim.Adam):
                 "exp_avg": torch.zeros_like(each),
                 "exp_avg_sq": torch.zeros_like(each),
             }
-
-    # torch's own, without a decorator that imports its compiler at the first call, two seconds of a core a learner.
-    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
-    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
-    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state; one without a parameter's numbers is that of an optimiser before its first step."""
@@ -99,6 +104,10 @@ def compiler_missing() -> str | None:
     return None
 
 
+class CompileStopped(Exception):
+    """The run stops, or pauses, while a step is compiled; nothing has changed."""
+
+
 class CompiledStep:
     """A step of an algorithm, which is traced and compiled at its first call for tensors of such shapes.
 
@@ -108,16 +117,21 @@ class CompiledStep:
     Args:
         step: takes and returns tensors by name. It has no random numbers and no branches on values.
         alive: called now and then while a compiler works.
+        stops: whether the run waits for the end of the step, asked as often, by another thread: then the compiler,
+            which may work for a minute where others have the cores, is killed.
 
     Attributes:
         ran: whether it has run: then an error may have come amid changes.
 
     Raises:
+        CompileStopped: by a call that `stops`; the next one may compile.
         Exception: by a call, of any kind, while it has not `ran`: it cannot be traced or compiled.
     """
 
-    def __init__(self, step: Step, alive: Callable[[], None] = lambda: None) -> None:
-        self._step, self._alive = step, alive
+    def __init__(
+        self, step: Step, alive: Callable[[], None] = lambda: None, stops: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._step, self._alive, self._stops = step, alive, stops
         self._made: dict[Any, Callable[[list[Tensor]], dict[str, Tensor]]] = {}
         self.ran = False
 
@@ -126,12 +140,19 @@ class CompiledStep:
         key = names, tuple((each.dtype, each.shape, each.stride()) for each in tensors)
         made = self._made.get(key)
         if made is None:
-            made = self._made[key] = self._compiled(names, tensors)
+            try:
+                made = self._made[key] = self._compiled(names, tensors)
+            except Exception as error:
+                if self._stops():
+                    raise CompileStopped from error
+                raise
         self.ran = True
         return made(tensors)
 
     def _compiled(self, names: tuple[str, ...], tensors: list[Tensor]) -> Callable[[list[Tensor]], dict[str, Tensor]]:
         began = monotonic()
+        if self._stops():
+            raise CompileStopped
         from torch._guards import TracingContext, tracing
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
@@ -150,8 +171,12 @@ class CompiledStep:
             results[:] = found
             return [each.detach() for each in found.values()]
 
-        with _calls(self._alive):
+        with _calls(self._watch, _children(os.getpid())):
+            if self._stops():  # the imports have taken seconds
+                raise CompileStopped
             graph, state = _lifted(_traced(flat, tensors))
+            if self._stops():
+                raise CompileStopped
             settings = {"cpp_wrapper": True, "compile_threads": 1, "cpp.threads": torch.get_num_threads()}
             # Without an environment of shapes torch keeps no graph, and generates its C++ anew each time.
             shapes = tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv())))
@@ -164,6 +189,30 @@ class CompiledStep:
                 return dict(zip(results, call(*state, *now), strict=True))
 
         return run
+
+    def _watch(self, others: Collection[int]) -> None:
+        """Give a sign of life; if the run stops, kill the compilers: the children that are not `others`."""
+        self._alive()
+        if self._stops():
+            folder = os.fsencode(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            for child in _children(os.getpid()) - set(others):
+                with suppress(OSError):  # it has ended
+                    if folder in Path(f"/proc/{child}/cmdline").read_bytes():
+                        for each in (*_descendants(child), child):  # g++'s own child has the pipe that is read
+                            os.kill(each, signal.SIGKILL)
+
+
+def _children(of: int) -> set[int]:
+    """Return the process ids of a process's children."""
+    found: set[int] = set()
+    for each in Path(f"/proc/{of}/task").glob("*/children"):
+        with suppress(OSError):  # its thread has ended
+            found |= set(map(int, each.read_text().split()))
+    return found
+
+
+def _descendants(of: int) -> list[int]:
+    return [each for child in _children(of) for each in (*_descendants(child), child)]
 
 
 def _cache() -> Path:
@@ -228,13 +277,13 @@ def _lifted(traced: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, list[Te
 
 
 @contextmanager
-def _calls(alive: Callable[[], None]) -> Iterator[None]:
-    """Call a function every few seconds, from a thread of its own."""
+def _calls(function: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Call a function several times a second, from a thread of its own."""
     over = threading.Event()
 
     def go_on() -> None:
         while not over.wait(_ALIVE_EVERY):
-            alive()
+            function(*arguments)
 
     thread = threading.Thread(target=go_on, name="alive while compiling", daemon=True)
     thread.start()

@@ -104,7 +104,7 @@ class AlgorithmLearner(Learner):
         self.name, self._suffix = str(algorithm["algorithm"]), suffix
         self.replay = context.replay(replay)
         self.algorithm = made = make(**algorithm)
-        made.envs, made.alive = envs, context.alive
+        made.envs, made.alive, made.stops = envs, context.alive, context.stops
         made.compiles = self._compiles(compile, device)
         self._scheduled = made.settings.scheduled
         with torch.random.fork_rng(devices=[]):

@@ -328,6 +328,11 @@ class RoleContext:
             raise Abandoned
         return not self._orders[ControlWord.CLOSING]
 
+    def stops(self) -> bool:
+        """Whether the run waits for the end of this step, to pause or to end. Any thread may ask, within a step."""
+        self._beat()
+        return self.order is not Order.RUN or bool(self._orders[ControlWord.CLOSING])
+
     @contextmanager
     def resetting(self) -> Iterator[None]:
         """Within this ``with`` block an environment is reset: nobody counts the time as silence, or as waiting for it.

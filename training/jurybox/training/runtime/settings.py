@@ -86,6 +86,7 @@ Compile = Annotated[
         "optimiser steps or more, where there is a compiler."
     ),
 ]
+NOT_COMPILED = "only updates on the CPU are compiled"  # why `compile` has no effect
 
 
 class Settings(BaseModel):

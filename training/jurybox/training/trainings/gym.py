@@ -51,7 +51,7 @@ from jurybox.training.runtime.plan import (
     check_learns,
 )
 from jurybox.training.runtime.progress import COLUMNS as OF_EVERY_RUN
-from jurybox.training.runtime.settings import Compile, EnvironmentSettings
+from jurybox.training.runtime.settings import NOT_COMPILED, Compile, EnvironmentSettings
 from jurybox.training.spaces import DISCOUNTED, MASK, MEMORY, ActionSpec, AgentSpec
 from jurybox.training.trainings.training import Run, Training, carry_out
 
@@ -243,7 +243,7 @@ class GymTraining(EnvironmentSettings):
             unused["film"] = "vector is true: `jurybox policy play --video` films one of its environments"
             unused["build_once"] = "vector is true: each process has a vector environment of its own"
         if self.device != "cpu":
-            unused["compile"] = "only updates on the CPU are compiled"
+            unused["compile"] = NOT_COMPILED
         if self.policy == "local":
             unused["max_lag"] = "policy is local: workers take the newest weights before every step"
         elif self.uses.on_policy:

@@ -7,6 +7,7 @@ worker contains only environment numbers. The asynchronous half follows EnvPool'
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import time
@@ -205,6 +206,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         """End the workers and free the shared memory."""
         self._pool.close()
         self._segment.close()
+        self._shared = copy.deepcopy(self._shared)  # arrays over the segment would keep it
 
     def __enter__(self) -> ProcessVectorEnv:
         return self
