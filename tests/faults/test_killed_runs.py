@@ -155,6 +155,6 @@ def test_a_run_that_is_killed_at_twenty_random_moments_continues(tmp_path):
 
 def test_resuming_without_a_run_is_an_error_that_says_what_to_do(tmp_path):
     (tmp_path / "bandit.py").write_text(EXAMPLE)
-    process = begin(tmp_path, PLAN, 100, "--resume")
+    process = begin(tmp_path, PLAN, 1000, "--resume")
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 2 and "start without --resume" in said and "Traceback" not in said

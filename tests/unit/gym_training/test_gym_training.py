@@ -364,7 +364,9 @@ def test_a_batch_is_filled_again_only_after_its_copies_to_the_gpu(monkeypatch) -
     made._on_device._fields, made._on_device._device, made._on_device._copied = {"reward": Column()}, "cuda:1", Event()
     made.replay = SimpleNamespace(parts=[], seed=lambda seed: None, sample=lambda n, out, **_: done.append("filled"))
     made.algorithm = SimpleNamespace(
-        settings=s.own, update=lambda batch, progress: done.append("learned") or Update({})
+        check_metrics=lambda *_: None,
+        settings=s.own,
+        update=lambda batch, progress: done.append("learned") or Update({}),
     )
     for _ in range(2):
         made.step()

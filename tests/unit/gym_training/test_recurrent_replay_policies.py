@@ -160,8 +160,9 @@ def test_windows_of_a_prioritized_replay_are_refused() -> None:
     columns = fields(make(**algorithm_of(s, spec)), seen)
     with Replay.create("remembered", 100, columns, episodes=Episodes(), prioritized=True) as replay:
         context = SimpleNamespace(
-            plan=plan(s), number=2, life=1, spec=SimpleNamespace(threads=1), replay=lambda name: replay, alive=None
-        )
+            plan=plan(s), number=2, life=1, spec=SimpleNamespace(threads=1), replay=lambda name: replay, alive=None,
+            stops=None,
+        )  # fmt: skip
         with pytest.raises(AlgorithmUnusable, match="dqn remembers, .* and a replay that is not prioritized"):
             OffPolicyLearner(context, replay="policy", algorithm=algorithm_of(s, spec), envs=2, first=1)
     assert np.float32(1e-40) * np.float32(1) > 0, "a learner that did not begin leaves the caller's thread as it was"

@@ -49,7 +49,7 @@ def test_gym(tmp_path, algorithm, before, after) -> None:
     assert outcome.env_steps == 192 and outcome.learner_steps > 0 and not (tmp_path / "run").exists()
     assert actors(folder) == [192 // after] * after, "the actors shared what those before had done"
     with pytest.raises(CheckpointError, match="envs was 4, is 8"):
-        train(small.changed(envs=8), folder, serial=True, resume=True)
+        train(small.changed(envs=8, steps=192), folder, serial=True, resume=True)
 
 
 def test_marl(tmp_path) -> None:
@@ -102,10 +102,10 @@ def test_no_row_follows_one_of_an_environment_that_was_another_workers(tmp_path,
         take(self)
         taken.append({name: self._held[name].copy() for name in ("environment", "t", "observation")})
 
-    small = gym_settings("ppo", env=f"{__name__}:Keeps", envs=4, evaluate_every=0, steps=40, n_steps=16)
+    small = gym_settings("ppo", env=f"{__name__}:Keeps", envs=4, evaluate_every=0, steps=64 + 40, n_steps=16)
     train(small, tmp_path, serial=True)
     monkeypatch.setattr(OnPolicyLearner, "_take_rows", kept)
-    train(small.changed(workers=2, steps=128), tmp_path, serial=True, resume=True)
+    train(small.changed(workers=2, steps=192), tmp_path, serial=True, resume=True)
     rows = taken[0]
     assert len(rows["t"]) == 64, "a rollout, of which the checkpoint held the first part"
     marks = rows["t"] >> env_actor._STEP_BITS
