@@ -158,15 +158,20 @@ _LONGEST = (
 )
 
 
+def _last(item):
+    """Whether a test is among those that run last."""
+    return item.nodeid.startswith("tests/unit/") and not item.nodeid.startswith(_LONGEST)
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first and the short ones last: workers that divide a run by files then end together."""
-    items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), item.nodeid.startswith("tests/unit/")))
+    items.sort(key=lambda item: (not item.nodeid.startswith(_LONGEST), _last(item)))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """End the servers of many files before the unit tests, which come last: idle, each takes 1 or 2 % of a core."""
-    if nextitem is not None and nextitem.nodeid.startswith("tests/unit/") > item.nodeid.startswith("tests/unit/"):
+    """End the servers of many files before the last tests, all of units: idle, each takes 1 or 2 % of a core."""
+    if nextitem is not None and _last(nextitem) and not _last(item):
         serving.before_unit_tests.close()
 
 

@@ -279,7 +279,8 @@ def test_a_native_ticket_whose_engine_dies_is_computed_by_the_next(server, relay
         np.testing.assert_array_equal(ticket.result(timeout=60).outputs, ROW[None] + 1)
         for _ in range(3):
             np.testing.assert_array_equal(model(ROW, timeout=60), ROW + 1)
-        wait_until(lambda: natively(relay) == (True, 0), 20, "with the next engine it goes natively again")
+        # Asked again and again: a call whose answer is late on a busy machine is looked after, and not native.
+        wait_until(lambda: (model(ROW), natively(relay))[1] == (True, 0), 20, "with the next engine it goes natively")
 
 
 def test_a_broken_connection_loses_no_answer(server, relay):
