@@ -42,14 +42,14 @@ def say_that_it_waits(address: str, timeout: float) -> bool:
     return bool(why)
 
 
-def new_socket(context: zmq.Context[zmq.Socket[bytes]], purpose: str = "to the server") -> zmq.Socket[bytes]:
+def new_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """Create a DEALER socket. Raises TooManyFiles if this process may open no more files."""
     try:
         return context.socket(zmq.DEALER)
     except zmq.ZMQError as error:
         if not exhausted(OSError(error.errno, "")):
             raise
-        raise TooManyFiles(f"no socket {purpose}: {remedy()}") from error
+        raise TooManyFiles(f"no socket to the server: {remedy()}") from error
 
 
 if TYPE_CHECKING:

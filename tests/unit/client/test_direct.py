@@ -603,6 +603,22 @@ def over_libzmq(monkeypatch):
     monkeypatch.setattr(engine_link, "can_dial", lambda address: False)
 
 
+@pytest.fixture
+def transport(over_libzmq, router, wires, tmp_path):
+    """Over libzmq, to an engine that the router stands for, and to one that is not there."""
+    address = f"ipc://{tmp_path}/engine"
+    router.bind(address)
+    made = ZmqTransport(wires.context, [address, f"ipc://{tmp_path}/other"], LANE, LEASE)
+    yield made
+    made.close()
+
+
+def taken(router):
+    """A ticket's sequence, once it came."""
+    wait_until(lambda: router.poll(10), 20, "the ticket came")
+    return sequence_of(router.recv_multipart())
+
+
 @pytest.mark.parametrize("within", ["_send", "_receive", "_poll", "poll of several"])
 @pytest.mark.parametrize("end", ["engine", "transport", "link"])
 def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(over_libzmq, monkeypatch, tmp_path, within, end):
@@ -636,27 +652,21 @@ def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(over_libzmq, mo
 
 
 @pytest.mark.parametrize("how", ["receive", "exchange"])
-def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(over_libzmq, router, wires, tmp_path, how):
+def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(router, transport, how):
     """libzmq has given the frame to a call that has not returned it, and one that is nested in it looks for it."""
-    address = f"ipc://{tmp_path}/engine"
-    router.bind(address)
-    transport = ZmqTransport(wires.context, [address], LANE, LEASE)
     first = transport._attached(0, LIFE).link
     send, receive, seen = first._send, first._receive, []
 
     def sent(*given):
         send(*given)
-        wait_until(lambda: router.poll(10), 20, "the ticket came")
-        router.recv_multipart()
-        reply(router, 5)
+        reply(router, taken(router))
 
     def received(*given):
         frames = receive(*given)
         if not seen:
             seen.append(transport.holds(ticket(5)))  # the call that this one is nested in has its answer
             seen.append(transport._attached(0, LIFE).link is not first)
-            wait_until(lambda: router.poll(10), 20, "it came again")
-            seen.append(sequence_of(router.recv_multipart()))
+            seen.append(taken(router))
         return frames
 
     first._send, first._receive = sent, received
@@ -673,22 +683,14 @@ def test_an_answer_received_while_its_ticket_is_sent_again_does_not_count(over_l
     assert answer.sequence == 5
     transport.settled(answer)
     assert not transport.holds(ticket(5)) and not transport.receive(0)
-    transport.close()
 
 
-def test_an_answer_received_when_its_socket_was_replaced_is_there_until_it_is_settled(
-    over_libzmq, router, wires, tmp_path
-):
+def test_an_answer_received_when_its_socket_was_replaced_is_there_until_it_is_settled(router, transport):
     """Its ticket is not sent again: the rows could be others' when the second one is computed."""
-    address = f"ipc://{tmp_path}/engine"
-    router.bind(address)
-    transport = ZmqTransport(wires.context, [address], LANE, LEASE)
     transport.send(ticket(5))
     first = transport._attached(0, LIFE).link
     receive = first._receive
-    wait_until(lambda: router.poll(10), 20, "the ticket came")
-    router.recv_multipart()
-    reply(router, 5)
+    reply(router, taken(router))
 
     def received(*given):
         frames = receive(*given)
@@ -701,20 +703,12 @@ def test_an_answer_received_when_its_socket_was_replaced_is_there_until_it_is_se
     assert not router.poll(100)
     transport.settled(answer)
     assert not transport.holds(ticket(5)) and not transport.receive(0)
-    transport.close()
 
 
-def test_an_answer_of_one_engine_is_waited_for_beside_a_broken_connection_to_another(
-    over_libzmq, router, wires, tmp_path
-):
-    address = f"ipc://{tmp_path}/engine"
-    router.bind(address)
-    transport = ZmqTransport(wires.context, [address, f"ipc://{tmp_path}/other"], LANE, LEASE)
+def test_an_answer_of_one_engine_is_waited_for_beside_a_broken_connection_to_another(router, transport):
     transport._attached(1, LIFE).link.close()
     transport.send(ticket(5))
-    wait_until(lambda: router.poll(10), 20, "the ticket came")
-    router.recv_multipart()
+    asked = taken(router)
     assert not transport.receive(0.01)
-    reply(router, 5)
+    reply(router, asked)
     assert [answer.sequence for answer in transport.receive(20.0)] == [5]
-    transport.close()

@@ -126,13 +126,6 @@ class EngineLink:
             return None
         return answer
 
-    def wait(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a message."""
-        if self.link is None:
-            time.sleep(min(timeout, LOOK_AFTER))
-        else:
-            self.link.answers(timeout)
-
     def answers(self, timeout: float) -> list[Answer]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
         answers: list[Answer] = []

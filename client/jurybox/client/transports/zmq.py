@@ -98,14 +98,17 @@ class ZmqTransport(Transport):
         return self._whole(known)
 
     def _whole(self, engine: EngineLink) -> EngineLink:
-        """Reconnect the engine if its connection has broken, see that it is watched, and return it."""
-        watching = self._watching
+        """Reconnect the engine if its connection has broken, and return it."""
         if engine.broken:
-            if watching is not None:
-                self._unwatch(engine, watching)
+            if self._watching is not None:
+                self._unwatch(engine, self._watching)
             engine.dial()
-        if watching is not None and engine.watched != engine.descriptor:
-            self._watch(engine, watching)
+        return self._watched(engine)
+
+    def _watched(self, engine: EngineLink) -> EngineLink:
+        """See that the event loop watches the engine's socket, and return the engine."""
+        if self._watching is not None and engine.watched != engine.descriptor:
+            self._watch(engine, self._watching)
         return engine
 
     def _open(self, number: int, incarnation: int) -> EngineLink:
@@ -115,7 +118,7 @@ class ZmqTransport(Transport):
         engine = EngineLink(self._context, self._addresses[number], self._lane, self._lease, incarnation)
         if (known := self._engines.setdefault((number, incarnation), engine)) is not engine:
             engine.close()  # a nested call has connected meanwhile
-        return self._whole(known)
+        return self._watched(known)
 
     def _drop(self, key: tuple[int, int]) -> None:
         known = self._engines.pop(key, None)
