@@ -172,7 +172,7 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_teardown(item, nextitem):
     """End the servers of many files before the last tests, all of units: idle, each takes 1 or 2 % of a core."""
     if nextitem is not None and _last(nextitem) and not _last(item):
-        serving.before_unit_tests.close()
+        serving.before_last_tests.close()
 
 
 @pytest.hookimpl(wrapper=True)

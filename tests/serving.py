@@ -33,14 +33,14 @@ _PIDFD_GETFD = 438  # the number of the system call, the same on all processors
 START = 100.0  # seconds; on a busy machine importing torch alone may take a minute
 
 
-before_unit_tests = ExitStack()  # what is closed before the unit tests of a run, which come last
+before_last_tests = ExitStack()  # what is closed before the last tests of a run, see tests/conftest.py
 
 
 @contextmanager
-def until_unit_tests(of_many_files: AbstractContextManager[RunningServer]) -> Iterator[RunningServer]:
-    """For a fixture of a whole run: the server ends before the unit tests, or with the run."""
+def until_last_tests(of_many_files: AbstractContextManager[RunningServer]) -> Iterator[RunningServer]:
+    """For a fixture of a whole run: the server ends before the last tests, which need none, or with the run."""
     with ExitStack() as open_until:
-        before_unit_tests.push(open_until)
+        before_last_tests.push(open_until)
         yield open_until.enter_context(of_many_files)
 
 

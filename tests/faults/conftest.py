@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.serving import segments, serving, until_unit_tests, wait_until
+from tests.serving import segments, serving, until_last_tests, wait_until
 
 from jurybox.client import connect
 
@@ -64,7 +64,7 @@ def server_of(segment: str) -> str:
 def enduring(tmp_path_factory):
     """One server for files whose clients mistreat it, but kill nothing of it: it must outlive whatever they do."""
     enduring = serving_and_leaving_nothing(tmp_path_factory.mktemp("enduring"), MODELS, tcp="127.0.0.1:0")
-    with until_unit_tests(enduring) as running:
+    with until_last_tests(enduring) as running:
         yield running
 
 
@@ -81,7 +81,7 @@ REACHABLE = {
 def reachable(tmp_path_factory):
     """One server on every transport, for files whose clients are interrupted: it must not notice."""
     ports = {"tcp": "127.0.0.1:0", "grpc": "127.0.0.1:0"}
-    with until_unit_tests(
+    with until_last_tests(
         serving_and_leaving_nothing(tmp_path_factory.mktemp("reachable"), REACHABLE, **ports)
     ) as running:
         yield running

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from tests.serving import ServerElsewhere, serving, until_unit_tests
+from tests.serving import ServerElsewhere, serving, until_last_tests
 
 from jurybox.client import connect
 
@@ -23,7 +23,7 @@ def server(tmp_path_factory):
     if elsewhere := os.environ.get("MATRIX_SERVER"):
         yield ServerElsewhere(elsewhere)
         return
-    with until_unit_tests(serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0")) as running:
+    with until_last_tests(serving(tmp_path_factory.mktemp("server"), MODELS, tcp="127.0.0.1:0")) as running:
         yield running
 
 
@@ -33,7 +33,7 @@ def gateway_server(tmp_path_factory):
     if elsewhere := os.environ.get("MATRIX_GATEWAY"):
         yield ServerElsewhere(elsewhere)
         return
-    with until_unit_tests(serving(tmp_path_factory.mktemp("gateway"), MODELS, grpc="127.0.0.1:0")) as running:
+    with until_last_tests(serving(tmp_path_factory.mktemp("gateway"), MODELS, grpc="127.0.0.1:0")) as running:
         yield running
 
 
