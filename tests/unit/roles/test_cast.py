@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.unit.algorithms.acting import algorithm, spec_of
 
+from jurybox.training.algorithms.base import AlgorithmUnusable
 from jurybox.training.environments.adapter import Moved, Result, Waiting
 from jurybox.training.roles.env_actor import Cast, _Recorder, _Split
 from jurybox.training.roles.evaluation import EnvEvaluator, Suite
@@ -90,6 +91,15 @@ def test_each_agent_is_played_by_whom_a_task_names_and_else_by_the_newest_policy
     assert [found.newest(environment) for environment in (1, 2)] == [["left"], ["left", "right"]]
     with pytest.raises(KeyError):
         found.begin(0, 0, {"right": "nobody"})
+
+
+def test_a_past_policys_action_that_is_none_reaches_no_environment() -> None:
+    adapter, _, _, found = cast(2)
+    for environment, name in enumerate(("pool:3", "pool:11")):  # which chooses 1.1
+        found.begin(environment, 0, {"right": name})
+    asked = found.ask(adapter.waiting().others[0])
+    with pytest.raises(AlgorithmUnusable, match=r"TD3.greedy chooses is \[1.1.*expected numbers in \[-1, 1\]"):
+        found.actions(asked, None)
 
 
 def test_the_newest_policy_is_not_asked_where_it_plays_nowhere() -> None:

@@ -354,11 +354,11 @@ class Cast:
         """
         agent, observation = asked.waiting.agent, asked.waiting.observation
         algorithm, bots = self._players[agent].algorithm, self._bots[agent]
-        found = {
-            row: action
-            for rows, outputs in asked.past
-            for row, action in zip(rows, algorithm.greedy(outputs()), strict=True)
-        }
+        mask = observation[MASK] if algorithm.spec.masked else None
+        found: dict[int, Array] = {}
+        for rows, outputs in asked.past:
+            what, allowed = f"{type(algorithm).__name__}.greedy", None if mask is None else mask[rows]
+            found |= zip(rows, algorithm.checked(what, algorithm.greedy(outputs()), len(rows), allowed), strict=True)
         if bots:
             (seen,) = observation.values()
             found |= {row: bot(seen[row]) for row, bot in bots.items()}
