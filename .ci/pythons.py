@@ -116,7 +116,7 @@ def smoke(there: Environment, version: str, wheel: Path, train: bool) -> None:
             addresses = [f"{name}://{server.listening(name)}" for name in transports]
             said = there.run(ROOT / "tests" / "wheel" / "ask_all.py", server.address, *addresses, PATH=env["PATH"])
         if train:
-            task = ["train", "gym", "--env", "CartPole-v1", "--algorithm", "ppo", "--steps", "2000"]
+            task = ["train", "gym", "--env", "CartPole-v1", "--algorithm", "ppo", "--steps", "2048"]  # one update
             command = [there.folder / "bin" / "jurybox", *task, "--out", Path(place) / "run"]
             run(*command, env={**os.environ, "PATH": env["PATH"]}, timeout=900, cwd=place)
             assert (Path(place) / "run" / "report.html").exists()

@@ -21,7 +21,7 @@ SMALL = {
     ],
     "marl": [
         "--steps", "60", "--set", 'algorithm = "dqn"', "--set", "learning_starts = 20", "--set", "batch_size = 8",
-        "--set", "hidden = [16, 16]", "--set", "world = {turns = 15, height = 9, width = 9, gems = [4, 2, 1]}",
+        "--set", "hidden = [16, 16]", "--set", "env_args = {turns = 15, height = 9, width = 9, gems = [4, 2, 1]}",
         "--set", "evaluation_episodes = 1",
     ],
     "gym": [
