@@ -415,6 +415,7 @@ def test_a_forward_that_changes_the_default_dtype_does_not_change_other_models_a
 
 def test_no_batch_is_computed_in_a_default_dtype_that_a_factory_sets_meanwhile(monkeypatch):
     """As transformers' from_pretrained does: it sets the dtype, builds the model, and sets it back."""
+    monkeypatch.setattr("jurybox.server.engine.loads._PATIENCE", 120.0)  # on a busy machine 300 waits are seconds
     thirds = ServedModel(Calls(lambda x: x / 3), {"x": TensorSpec("int64", (4,))}, {"y": ROW})
     stop = threading.Event()
     built = []
