@@ -118,6 +118,14 @@ def test_a_step_is_asked_for_once_and_received_once() -> None:
         env.step_async(np.zeros(1, np.int64))
 
 
+def test_what_a_step_returns_that_a_reset_leaves_is_taken_and_dropped() -> None:
+    workers, (env,) = counters(1)
+    env.reset(seed=3)
+    env.step_async(np.zeros(1, np.int64))
+    assert env.reset()[0][:, 3].tolist() == [0], "the reset's own answer"
+    assert workers.unread == 0, "the step's would be kept for as long as the workers live"
+
+
 @pytest.mark.parametrize("counts", [(12,), (5, 7), (1, 4, 4, 3)])
 def test_networks_are_the_same_however_they_are_shared_out(counts) -> None:
     whole = CageVectorEnv(12, "Meander", episode_length=6, autoreset_mode="Disabled")

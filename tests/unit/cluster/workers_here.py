@@ -13,6 +13,7 @@ class WorkersHere:
         self._dead: set[int] = set()
         self.restarts = 0
         self.asked: list[tuple[int, str]] = []
+        self.unread = 0  # answers that nobody has taken
 
     def die(self, worker: int) -> None:
         """The loss is noticed at the next answer."""
@@ -23,10 +24,12 @@ class WorkersHere:
 
     def ask(self, worker: int, method: str, *arguments):
         self.asked.append((worker, method))
+        self.unread += 1
         return worker, self._lives[worker], lambda: getattr(self._held[worker], method)(*arguments)
 
     def answer(self, asked):
         worker, life, do = asked
+        self.unread -= 1
         if worker in self._dead:
             self._dead.discard(worker)
             self._held[worker] = self._makers[worker]()
