@@ -59,7 +59,8 @@ def test_a_users_plan_is_run_in_processes_recorded_and_resumed(train, tmp_path):
 def test_the_error_of_an_invalid_plan_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "bandit.py").write_text(EXAMPLE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "bandit", raising=False)  # it is found beside the user, whatever came before
     for take in ("take_over", "ignore_from_now_on"):
         monkeypatch.setattr(interrupts, take, lambda *_: None)
     for options, message in (

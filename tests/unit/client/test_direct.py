@@ -166,6 +166,14 @@ def test_nobody_there_is_no_connection(wires, tmp_path):
     assert not engine.has(ticket(5)), "the lane sends it again"
 
 
+def test_who_waits_without_a_connection_sleeps_meanwhile(wires, tmp_path, monkeypatch):
+    slept = []
+    monkeypatch.setattr(engine_link, "time", SimpleNamespace(sleep=slept.append))
+    engine = EngineLink(wires.context, f"ipc://{tmp_path}/nobody", LANE, LEASE, LIFE)
+    assert engine.answers(0.01) == engine.answers(0.0) == engine.answers(9.0) == []
+    assert slept == [0.01, LOOK_AFTER]
+
+
 def test_a_forked_childs_end_leaves_the_parents_connection(router, engine):
     send(engine, 5)
     if (child := os.fork()) == 0:

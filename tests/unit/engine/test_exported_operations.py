@@ -272,6 +272,18 @@ def test_a_program_with_a_step_of_two_rows_is_not_called_without_its_checks():
         Direct(module, pairs, ONE, MOST, tensors_of(module))
 
 
+def test_a_program_whose_inputs_have_batches_of_their_own_is_not_called_without_its_checks():
+    class Both(torch.nn.Module):
+        def forward(self, x, y):
+            return x.sum() + y
+
+    module, sizes = Both(), [{0: torch.export.Dim(name, min=1, max=64)} for name in "xy"]
+    apart = torch.export.export(module, (torch.zeros(4, 4), torch.zeros(5, 4)), dynamic_shapes=tuple(sizes))
+    for most in (1, MOST):
+        with pytest.raises(NotDirect, match="expected any number"):
+            Direct(module, apart, {**ONE, "y": ONE["x"]}, most, tensors_of(module))
+
+
 def order(**settings):
     return ModelOrder.of(ModelSettings(**settings).model_dump(mode="json"))
 

@@ -59,6 +59,10 @@ def test_narrow_forms_take_the_memory_they_promise() -> None:
     assert Field((4672,), "float32", stored="sparse", nonzero=218).stored_bytes == 4 + 8 * 218
 
 
+def test_a_sparse_row_may_have_one_element_or_all() -> None:
+    assert [Field((3,), "float32", stored="sparse", nonzero=n).stored_bytes for n in (1, 3)] == [12, 28]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -10,7 +10,7 @@ from tests.unit.runtime.toys import HERE, Rows, Summer, plan
 
 from jurybox.training.checkpoints import Checkpoints
 from jurybox.training.replay import Replay
-from jurybox.training.runtime.plan import Budget, End, Kind, Plan, PlanError, PolicyServer, RoleSpec
+from jurybox.training.runtime.plan import Budget, End, Kind, Pace, Plan, PlanError, PolicyServer, RoleSpec
 from jurybox.training.runtime.run import run
 from jurybox.training.runtime.serial import Deadlock
 
@@ -131,6 +131,20 @@ def test_a_role_that_is_not_there_is_named(tmp_path, make, message):
     alone = Plan((RoleSpec("actor", Kind.ACTOR, make),), budget=Budget(steps=1))
     with pytest.raises(PlanError, match=message):
         run(alone, tmp_path, Rows(), serial=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train_freq": 0}, {"gradient_steps": 0}, {"learning_starts": -1}, {"max_ahead": -1}, {"patience": 0.0},
+        {"patience": 1.0, "max_ahead": None}, {"free": True, "max_ahead": 0},
+    ],
+)  # fmt: skip
+def test_a_pace_that_nobody_can_keep_is_refused(given):
+    with pytest.raises(PlanError, match="expected"):
+        Pace(**given)
+    Pace(train_freq=1, gradient_steps=1, learning_starts=0, max_ahead=0, patience=0.1)
+    Pace(max_ahead=None, free=True)
 
 
 def test_a_plan_with_unknown_names_is_refused():
