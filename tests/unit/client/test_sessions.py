@@ -13,7 +13,7 @@ from torch import nn
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.client.session_book import SessionBook
 from jurybox.protocol import TensorSpec
-from jurybox.protocol.errors import StaleLease, VersionNotHeld
+from jurybox.protocol.errors import StaleLease, Timeout, VersionNotHeld
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
@@ -280,6 +280,22 @@ def test_sessions_of_the_pieces_that_advanced_before_one_failed_are_lost(version
         np.testing.assert_array_equal(sessions.get_state([2, 3])["n"], [1, 1])
         sessions.infer(np.ones(3, np.float32), [0, 1, 2], reset=[True, True, False])
         np.testing.assert_array_equal(sessions.get_state([0, 1, 2])["n"], [1, 1, 2])
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_in_pieces_whose_time_is_up_ends_and_its_sessions_are_lost(versioned, as_coroutine):
+    model, _ = versioned
+    with model.sessions(6) as sessions, model.sessions(2) as ahead:
+        uncollected = in_two_pieces(sessions, ahead)
+        given = np.ones(3, np.float32), [0, 1, 2]
+        with pytest.raises(Timeout):
+            if as_coroutine:
+                asyncio.run(sessions.infer_async(*given, timeout=0))
+            else:
+                sessions.infer(*given, timeout=0)
+        with pytest.raises(SessionLost):
+            sessions.infer(*given)
+        del uncollected
 
 
 @pytest.mark.parametrize("as_coroutine", [False, True])

@@ -159,7 +159,6 @@ class Local:
     def start(self, number: int, life: int, state: Path | None, log: Path, evaluated: Path) -> LocalProcess:
         scoreboard = self._shared.scoreboard.segment.name
         configured = configuration(self._plan, number, life, scoreboard, state, evaluated)
-        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             return LocalProcess(*start_process(self._plan, number, configured, file.fileno()))
 
