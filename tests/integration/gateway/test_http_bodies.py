@@ -31,6 +31,14 @@ def test_json_in_and_json_out(curl):
     }  # fmt: skip
 
 
+def test_all_elements_of_failed_rows_are_null_and_of_no_others():
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    rows[1] = np.nan
+    for failed, data in (((1,), [0, 1, None, None, 4, 5, 6, 7]), ((1, 3), [0, 1, None, None, 4, 5, None, None])):
+        answer = InferResponse("m", "1", "", [Output("y", "FP32", (4, 2), rows, failed=failed)])
+        assert json.loads(body_of(answer, set(), all_binary=False)[0])["outputs"][0]["data"] == data
+
+
 def test_data_may_be_nested_as_the_shape_says(curl):
     assert ask(curl, {"data": [[1, 2, 3, 4]]}).json()["outputs"][0]["data"] == ANSWER
     assert ask(curl, {"data": [[1, 2], [3, 4]]}).status_code == 422

@@ -109,6 +109,11 @@ def test_a_step_gives_the_curriculum_its_results_and_tells_what_it_says(algorith
         assert learner.curriculum.labels == [3, 5, 6]
 
 
+def test_a_curriculum_for_which_nothing_is_due_tells_nothing() -> None:
+    with learner_with_levels("ppo") as learner:
+        assert Curriculum.between_updates(learner.curriculum, learner) == {}
+
+
 def test_a_learner_without_a_curriculum_saves_and_publishes_none() -> None:
     s = GymTraining.checked({"algorithm": "dqn", "env": "CartPole-v1", "hidden": (8,)})
     planned = plan(s)
