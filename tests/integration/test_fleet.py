@@ -24,7 +24,7 @@ def test_four_learners_of_one_server_are_stopped_resumed_and_compared(tmp_path) 
     with subprocess.Popen([*line, "--steps", "1000000"], stdout=subprocess.PIPE, text=True) as process:
         try:
             begun = lambda: all(list(run.glob("checkpoints/step-*")) for run in runs)  # noqa: E731
-            wait_until(lambda: process.poll() is not None or begun(), 150, "a checkpoint of each")
+            wait_until(lambda: process.poll() is not None or begun(), 300, "a checkpoint of each")
             process.send_signal(signal.SIGINT)
             said, _ = process.communicate(timeout=150)
         finally:
