@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,16 +134,7 @@ class ZmqSocket:
         """Send a message whose answer will have this number. False: it was not sent."""
         # pyzmq tries whether an array is a buffer, and takes whatever a signal handler raises meanwhile for a no.
         parts = [frame if isinstance(frame, bytes) else memoryview(frame) for frame in frames]
-        with self.within(moving=True) as whole:
-            if not whole:
-                return False
-            self._asked[number] = None
-            try:
-                for part in parts[:-1]:
-                    self._send(part, _NOBLOCK | zmq.SNDMORE)
-                self._send(parts[-1], _NOBLOCK)
-            except zmq.Again:  # the send buffer is full
-                self._asked.pop(number, None)
+        self._do(self._put, number, parts, moving=True)
         return not self.broken and number in self._asked
 
     def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
@@ -152,14 +143,14 @@ class ZmqSocket:
         if not self.send(number, frames):
             return None
         while True:
-            for answered, answer in list(self._arrived):
+            for answered, answer in self._arrived[:]:
                 if answered in (number, 0):
                     self.settled(answered)
                     return answer
             if self.broken or (left := until - time.monotonic()) <= 0:
                 return None
             if self._wait(left):
-                self._take_in(1)
+                self._do(self._take_one, moving=True)
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
@@ -173,9 +164,10 @@ class ZmqSocket:
         """Drop an answer; it may be dropped already."""
         # In this order: after an interrupt in between the answer is still here, so that its ticket is not waited for.
         self._asked.pop(number, None)
-        for arrived in [arrived for arrived in self._arrived if arrived[0] == number]:
-            with contextlib.suppress(ValueError):  # a nested call has dropped it
-                self._arrived.remove(arrived)
+        for arrived in self._arrived[:]:
+            if arrived[0] == number:
+                with contextlib.suppress(ValueError):  # a nested call has dropped it
+                    self._arrived.remove(arrived)
 
     def holds(self, number: int) -> bool:
         """Return whether a message was sent and its answer is not settled."""
@@ -202,11 +194,24 @@ class ZmqSocket:
         self._close_if_left()
 
     @contextlib.contextmanager
-    def within(self, *, moving: bool = False) -> Iterator[bool]:
-        """Within the ``with`` block the socket stays open. False: it is broken.
+    def within(self) -> Iterator[bool]:
+        """Within the ``with`` block the socket stays open. False: it is broken."""
+        number = next(self._calls)
+        try:
+            self._inside[number] = None  # before it looks whether it is broken: another thread may close it
+            yield not self.broken
+        except zmq.ZMQError:
+            if not self.broken:  # else the context has ended
+                raise
+        finally:
+            self._inside.pop(number, None)
+            self._close_if_left()
+
+    def _do(self, action: Callable[..., Any], *given: Any, moving: bool = False) -> Any:
+        """Call `action` while the socket stays open, as `within`, which takes longer; None: it is broken.
 
         Args:
-            moving: the block receives or sends a message, so there may be no other one.
+            moving: it receives or sends a message, so there may be no other one.
         """
         number = next(self._calls)
         try:
@@ -214,16 +219,17 @@ class ZmqSocket:
             if moving and self.torn:
                 self.close()
             if self.broken:
-                yield False
-                return
+                return None
             if moving:
                 self._moving = number
-            yield True
+            result = action(*given)
             if self._moving == number:
                 self._moving = None
+            return result
         except zmq.ZMQError:
             if not self.broken:  # else the context has ended
                 raise
+            return None
         finally:
             self._inside.pop(number, None)
             self._close_if_left()
@@ -239,25 +245,40 @@ class ZmqSocket:
             events.close()
             socket.close()
 
-    def _event(self) -> int:
-        """Return the next event of the connection that has come; 0: none."""
-        with self.within(moving=True) as whole:
-            if whole and self._events.poll(0):
-                return int(recv_monitor_message(self._events)["event"])
-        return 0
+    def _put(self, number: int, parts: Sequence[bytes | memoryview]) -> None:
+        """Send a message, unless the send buffer is full."""
+        self._asked[number] = None
+        try:
+            for part in parts[:-1]:
+                self._send(part, _NOBLOCK | zmq.SNDMORE)
+            self._send(parts[-1], _NOBLOCK)
+        except zmq.Again:
+            self._asked.pop(number, None)
 
-    def _take_in(self, most: int | None = None) -> None:
-        """Receive the messages that have arrived, at most so many."""
-        with self.within(moving=True) as whole, contextlib.suppress(zmq.Again):
-            while whole and most != 0 and not self.broken:
-                # As bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise.
-                frames = [self._receive(_NOBLOCK)]
-                while self._option(_RCVMORE):
-                    frames.append(self._receive(_NOBLOCK))
-                self._arrived.append((number_in(frames[0]), frames))
-                most = None if most is None else most - 1
+    def _take_one(self) -> bool:
+        """Receive the next message; return False if none has arrived."""
+        try:
+            # As bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise.
+            frames = [self._receive(_NOBLOCK)]
+            while self._option(_RCVMORE):
+                frames.append(self._receive(_NOBLOCK))
+        except zmq.Again:
+            return False
+        self._arrived.append((number_in(frames[0]), frames))
+        return True
+
+    def _take_in(self) -> None:
+        """Receive the messages that have arrived."""
+        while self._do(self._take_one, moving=True):
+            pass
 
     def _wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for a message, without receiving it; return whether there is one."""
-        with self.within() as whole:
-            return whole and bool(self._poll(int(timeout * 1000 + 0.999)))
+        return bool(self._do(self._poll, int(timeout * 1000 + 0.999)))
+
+    def _event(self) -> int:
+        """Return the next event of the connection that has come; 0: none."""
+        return self._do(self._next_event, moving=True) or 0
+
+    def _next_event(self) -> int:
+        return int(recv_monitor_message(self._events)["event"]) if self._events.poll(0) else 0
