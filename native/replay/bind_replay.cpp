@@ -176,6 +176,11 @@ std::optional<std::uint64_t> reserve_run(PyRing& self, std::uint64_t n) {
         if (claimed == n) return first;
         for (std::uint64_t i = 0; i < claimed; ++i) ring.abandon(first + i);
         ring.control->retried.fetch_add(n, std::memory_order_relaxed);
+        // The next tries begin n slots further on, which for all slots is the same place.
+        if (const std::uint64_t slot = ring.slot_of(first); n == ring.capacity && slot != 0) {
+            ring.reserve(ring.capacity - slot);
+            ring.control->retried.fetch_add(ring.capacity - slot, std::memory_order_relaxed);
+        }
     }
     return std::nullopt;
 }
