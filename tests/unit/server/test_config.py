@@ -149,6 +149,7 @@ def test_variables_of_others_are_left_alone():
         ("[server]\naddress = 'ipc://engine'\n", ":2: server.address = 'ipc://engine': expected an absolute path"),
         ("[server]\naddress = 'udp://x:1'\n", 'expected "ipc:///absolute/path" or "tcp://host:port"'),
         ("[server]\naddress = 'tcp://x:0'\n", "expected a port of 1 to 65535"),
+        ("[server]\naddress = 'tcp://x'\n", 'expected "tcp://host:port", such as "tcp://10.0.0.5:5555"'),
         (f"[server]\naddress = 'ipc:///{'a' * 110}'\n", "at most 104 bytes"),
         ("[server]\nlog_level = 'INFO'\n", ":2: server.log_level = 'INFO': expected 'debug', 'info', 'warning' or "),
         ("[server]\nlog_level = 'INFO'\n", "did you mean 'info'?"),
@@ -173,6 +174,13 @@ def test_variables_of_others_are_left_alone():
         (PHOTO + "[robots.arm]\nmodel = 'x'\nlisten = 'a:1'\n", ":3: robots.arm.model = 'x' is not configured"),
         (PHOTO + "rows = 1\n[robots.arm]\nmodel = 'photo'\nlisten = 'a:1'\n", ":1: models.photo.rows = 1, expected at"),
         (PHOTO + "[robots.arm]\nmodel = 'photo'\nlisten = '127.0.0.1:8000'\n", "toml: '127.0.0.1:8000' is listened on"),
+        *(
+            (
+                PHOTO + f"[robots.arm]\nmodel = 'photo'\nlisten = '127.0.0.1:1'\nspeaks = 'gr00t'\nmetadata = {each}\n",
+                f"metadata.{kind}: expected tables video, state, action, language with ",
+            )
+            for kind, each in (("sound", "{sound = {}}"), ("state", "{state = 3}"), ("state", "{state = {keys = []}}"))
+        ),
         (PHOTO + "channels_last = 1\n", ":3: models.photo.channels_last = 1: expected true or false"),
         (PHOTO + "min_batch = 8\nmax_batch = 4\n", ":1: models.photo: min_batch = 8, expected at most max_batch = 4"),
         (PHOTO + "min_batch = 8\n", "min_batch = 8 is never waited for, expected max_wait_us above 0 with it"),
@@ -283,6 +291,7 @@ def test_a_misspelt_variable_is_an_error_and_not_ignored(write, variable, messag
         ("max_batch=3", "no such table 'max_batch'; did you mean 'models.NAME.max_batch'?"),
         ("dialects.slime=1", "expected dialects.NAME.KEY=VALUE"),
         ("server.'http=1", "expected KEY=VALUE"),
+        ("server..http=1", "server..http=1: "),
     ],
 )
 def test_a_wrong_flag_is_named(write, flag, message):
@@ -395,6 +404,10 @@ def test_settings_of_a_load_request_are_checked_like_the_files():
         ('[server]\nhttp = ""\n[dialects.slime]\nmodel = "photo"\n', "spoken over HTTP"),
         ('[server]\nhttp = "0.0.0.0:1"\n[dialects.flow_grpo]\nmodel = "photo"\n', "takes pickles, .* is open to other"),
         ('[dialects.slime]\nmodel = "photo"\nresize = [3]\n', r"expected \[height, width\]"),
+        *(
+            (f'[dialects.slime]\nmodel = "photo"\nscore_range = {each}\n', r"expected \[lowest, highest\]")
+            for each in ("[1.0]", "[1.0, 1.0]", "[2.0, 1.0]")
+        ),
         ('[dialects.slime]\nmodel = "photo"\nmodell = "x"\n', "no such setting; did you mean 'model'"),
         ('[dialects."a/b"]\nmodel = "photo"\n', "expected a name of letters"),
         ("[dialects.slime]\n", "dialects.slime.model: is missing"),

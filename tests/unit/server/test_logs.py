@@ -342,6 +342,32 @@ def test_an_event_that_occurs_again_and_again_does_not_fill_the_disk(stream, mon
     assert told[1].endswith(" another event")
 
 
+def test_an_event_that_occurs_again_tells_how_many_were_left_out(stream, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    log = configure("gateway", "info", "text", stream)
+    calls = 0
+    while stream.getvalue().count("\n") == calls:
+        log.error("a call failed", error="x" * 500)
+        calls += 1
+    for _ in range(4):
+        log.error("a call failed", error="x" * 500)
+    now[0] += 0.9
+    log.error("a call failed", error="short")
+    log.error("a call failed", error="short")
+    told = [line.partition(" error=")[2] for line in stream.getvalue().splitlines()[calls - 1 :]]
+    assert told == ["short left_out=5", "short"]
+
+
+def test_an_exception_without_a_text_has_a_line_of_its_own():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    assert "Silent" in logs.traced(Silent())
+    assert "ValueError: seen" in logs.traced(ValueError("seen"))
+
+
 def test_a_burst_of_a_thousand_lines_is_whole(stream):
     log = configure("supervisor", "info", "text", stream)
     for i in range(1000):
