@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.serving.__main__ import main
 
-CONTENDERS = "jurybox-grpc,triton-grpc,jurybox-grpc-shm,triton-shm"
+CONTENDERS = "jurybox-grpc,jurybox-grpc-client,triton-grpc,jurybox-grpc-shm,triton-shm"
 DEFAULTS = {
     "--only": CONTENDERS,
     "--case": "vector",

@@ -97,6 +97,7 @@ CONTENDERS = {
     "jurybox-tcp": ("jurybox_transports", "Tcp"),
     "jurybox-http": ("jurybox_gateway", "GatewayHttp"),
     "jurybox-grpc": ("jurybox_gateway", "GatewayGrpc"),
+    "jurybox-grpc-client": ("jurybox_transports", "Grpc"),
     "jurybox-grpc-shm": ("jurybox_gateway", "GatewayShm"),
     "queue-pool": ("queue_pool", "QueuePool"),
     "mosec": ("mosec", "Mosec"),

@@ -155,6 +155,21 @@ class Tcp(Native):
         return TransportAsk(case, endpoint, "auto")
 
 
+class Grpc(Tcp):
+    """Through the gateway, by this project's own client."""
+
+    title = "Jurybox, gRPC, our grpc:// client"
+    most_clients = 64
+    why_most = "not run: see the other client of gRPC"
+
+    def settings(self) -> dict[str, Any]:
+        self._port = free_port()
+        return {"grpc": f"127.0.0.1:{self._port}"}
+
+    def endpoint(self, index: int) -> str:
+        return f"grpc://127.0.0.1:{self._port}"
+
+
 class NativeRows(Native):
     title = "Jurybox, shm transport, rows written in place"
     cases = ("image",)
