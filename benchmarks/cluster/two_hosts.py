@@ -85,8 +85,8 @@ def serve(registry: Path, settings: HockeyTraining) -> None:
             server.stop()
 
 
-def collect(registry: Path, settings: HockeyTraining, number: int, at: float, seconds: float) -> float:
-    """Steps a second of one collector between two moments of the clock that all share."""
+def collect(registry: Path, settings: HockeyTraining, number: int, seconds: float) -> float:
+    """Steps a second of one collector, from the moment of the shared clock that it is told once it is ready."""
     os.sched_setaffinity(0, half_of_cores(1))
     from jurybox.studies.hockey.algorithm import network_of
     from jurybox.studies.hockey.train import plan, sizes_of
@@ -106,6 +106,8 @@ def collect(registry: Path, settings: HockeyTraining, number: int, at: float, se
         try:
             for _, _, weights in context.followed:
                 weights.refresh()
+            print("ready", flush=True)
+            at = float(sys.stdin.readline())
             while time.monotonic() < at + _WARM:
                 actor.step()
             began, steps = time.monotonic(), 0
@@ -134,16 +136,25 @@ def served(hosts: TwoHosts, registry: Path, settings: HockeyTraining) -> Iterato
 
 def rate(hosts: TwoHosts, registry: Path, settings: HockeyTraining, where: str, seconds: float) -> float:
     """Steps per second of all collectors, on the host `where`."""
-    at = time.monotonic() + 4.0 + settings.workers  # they import, make games, and begin together
     processes = [
         subprocess.Popen(
-            hosts.inside(where, _this("--collect", str(registry), settings, number, at, seconds)),
+            hosts.inside(where, _this("--collect", str(registry), settings, number, seconds)),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=_environment(registry, where),
         )
         for number in range(settings.workers)
     ]
+    for process in processes:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError("a collector ended before it began; what it said is above")
+    at = time.monotonic() + 0.1
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(f"{at}\n")
+        process.stdin.flush()
     return sum(float(process.communicate(timeout=seconds + 90)[0]) for process in processes)
 
 
@@ -215,8 +226,8 @@ def main() -> None:
         if given.serve:
             serve(given.serve, settings)
         else:
-            number, at, seconds = given.more
-            print(collect(given.collect, settings, int(number), at, seconds))
+            number, seconds = given.more
+            print(collect(given.collect, settings, int(number), seconds))
         return
     lines = measure(given)
     print("\n".join(lines))
