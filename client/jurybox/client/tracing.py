@@ -119,7 +119,6 @@ class TracedTransport(Transport):
         if (known := self._open.get(ticket.sequence)) is not None:
             span, _, offset = known
             span.add_event("sent again", {"jurybox.engine": ticket.engine}, ticket.submitted + offset)
-            self._open[ticket.sequence] = (span, ticket, offset)
             return
         offset = time.time_ns() - time.monotonic_ns()
         attributes: dict[str, str | int] = {

@@ -30,7 +30,7 @@ from jurybox.client.transports.transport import NOT_ANSWERED, RowPlace
 from jurybox.client.transports.zmq import ZmqTransport
 from jurybox.client.transports.zmq_socket import ZmqSocket
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.protocol.errors import Code, TooManyFiles
+from jurybox.protocol.errors import Code, ProtocolMismatch, TooManyFiles
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX, lane_identity
 from jurybox.server.relay.relayed_tickets import InlineTicket, RelayedTickets
@@ -720,3 +720,110 @@ def test_an_answer_of_one_engine_is_waited_for_beside_a_broken_connection_to_ano
     assert not transport.receive(0.01)
     reply(router, asked)
     assert [answer.sequence for answer in transport.receive(20.0)] == [5]
+
+
+def test_a_ticket_that_the_engine_has_already_is_sent_again_with_another_number_until_it_is_computed(router, engine):
+    """It came over a connection that has broken; the first answer may be of either copy."""
+    send(engine, 5)
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
+    reply(router, sequence_of(router.recv_multipart()), int(Code.BUSY))
+    wait_until(lambda: engine.link.look() or bool(engine.link.answers(0)), 20, "it is refused")
+    assert engine.answers(0) == [] and engine.has(ticket(5))
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "it came again")
+    again = sequence_of(router.recv_multipart())
+    assert again != 5
+    reply(router, again)
+    assert [answer.sequence for answer in answers(engine)] == [5] and not engine.has(ticket(5))
+
+
+def test_an_exchange_that_is_refused_as_a_second_copy_is_no_answer(engine):
+    busy = Answer(5, Code.BUSY, "", 0, LIFE)
+    assert engine.own(busy, 5) is None and engine.has(ticket(5)), "it is sent again"
+    other = Answer(0, Code.PROTOCOL_MISMATCH, "", 0, LIFE)
+    assert engine.own(other, 6) is other and not engine.has(ticket(6))
+
+
+def test_an_answer_that_came_over_a_replaced_connection_stays_until_it_is_settled(router, engine):
+    send(engine, 5)
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
+    reply(router, sequence_of(router.recv_multipart()))
+    assert engine.answers(20.0)
+    engine.dial()
+    for _ in range(2):
+        (answer,) = engine.answers(20.0)
+        assert answer.sequence == 5 and engine.has(ticket(5))
+    engine.settled(5)
+    assert not engine.answers(0) and not engine.has(ticket(5)) and not router.poll(100)
+
+
+def test_what_is_no_reply_is_an_error_once(router, engine):
+    """Kept, it would end every later call on this lane."""
+    send(engine, 5)
+    wait_until(lambda: (engine.answers(0), router.poll(10))[1], 20, "the ticket came")
+    identity, _ = router.recv_multipart()
+    router.send_multipart((identity, PREFIX + (5).to_bytes(8, "little")))
+    with pytest.raises(ProtocolMismatch, match="an engine answered what is no reply"):
+        wait_until(lambda: engine.answers(0.1), 20, "it came")
+    assert not engine.answers(0)
+
+
+def test_a_reply_of_no_ticket_is_settled_whichever_engine_it_names(router, transport):
+    """An engine that cannot read a message knows neither its number nor its own incarnation there."""
+    transport.send(ticket(5))
+    taken(router)
+    head = PREFIX + PACK_REPLY.pack(0, 0, 0, int(Code.PROTOCOL_MISMATCH))
+    router.send_multipart((lane_identity(LANE, LEASE), head + b"speak my version"))
+    (answer,) = transport.receive(20.0)
+    assert (answer.sequence, answer.message) == (0, "speak my version")
+    transport.settled(answer)
+    assert not transport.receive(0) and transport.holds(ticket(5))
+
+
+def test_an_engine_that_has_started_again_is_connected_to_anew_and_its_answers_settle_no_earlier_ones(
+    router, transport
+):
+    transport.send(ticket(5))
+    reply(router, taken(router))
+    (answer,) = transport.receive(20.0)
+    transport.settled(answer._replace(incarnation=LIFE + 1))
+    assert transport.receive(0) == [answer] and transport.holds(ticket(5))
+    first = transport._attached(0, LIFE).link
+    other, later = ticket(6), ticket(6)
+    other.engine, later.incarnation = 1, LIFE + 1
+    beside = transport._attached(1, LIFE).link
+    transport.send(later)
+    assert first.broken and transport.holds(later) and not transport.holds(ticket(5)) and not transport.holds(other)
+    assert not beside.broken, "it has not ended"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_wait_of_less_than_a_millisecond_is_a_wait(transport, monkeypatch, engines):
+    """Rounded down, whoever waits in short steps would never let other threads run."""
+    waits = []
+    for engine in range(engines):
+        transport._attached(engine, LIFE).link._poll = waits.append
+    monkeypatch.setattr(zmq, "zmq_poll", lambda polled, timeout: (len(polled) == 2 and waits.append(timeout), [])[1])
+    for seconds in (0.0001, 0.001, 0.0011, 0.0):
+        assert not transport.receive(seconds)
+    assert waits == [1, 1, 2]
+
+
+def test_a_message_for_which_there_is_no_room_is_not_in_flight(transport):
+    def full(*_):
+        raise zmq.Again
+
+    link = transport._attached(0, LIFE).link
+    send, link._send = link._send, full
+    assert not link.send(5, (b"five",)) and not link.holds(5) and not link.unanswered and not link.torn
+    link._send = send
+    assert link.send(5, (b"five",)) and link.holds(5) and link.unanswered == [5]
+
+
+@pytest.mark.parametrize(("address", "beat", "silence"), [("tcp://127.0.0.1:1", 2000, 10_000), ("ipc://here", 0, -1)])
+def test_libzmq_watches_the_peer_of_another_host_alone(wires, address, beat, silence):
+    """On this host the kernel tells of the peer's end, and one that was stopped for a while may go on."""
+    made = zmq_socket.new_socket(wires.context, address, None, b"me")
+    told = [made.getsockopt(each) for each in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.LINGER, zmq.IPV6)]
+    assert told == [beat, silence, 0, 1]
+    assert made.getsockopt(zmq.IDENTITY) == b"me" and made.getsockopt(zmq.MAXMSGSIZE) == 1 << 30
+    assert zmq_socket.new_socket(wires.context, address, None, b"").getsockopt(zmq.IDENTITY) == b""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 
-from jurybox.client.juror import Juror, Passing, _ScoreCall, _Vote
-from jurybox.client.juror_calls import WaitingCalls
+from jurybox.client.juror import Juror, Passing, Scores, _ScoreCall, _Vote, score_output, weighted
+from jurybox.client.juror_calls import CallAnswer, WaitingCalls
+from jurybox.client.juror_rows import CallRows, fitted
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, ModelFailed, Refused, ServerGone, SpecMismatch
@@ -252,3 +256,200 @@ def test_threads_end_after_the_last_call():
         thread.join(30)
         assert not thread.is_alive()
     assert sorted(map(id, found)) == sorted(map(id, calls))
+
+
+# ---- the rows of a call
+
+
+def fitted_rows(columns, n, spec=SPEC, inputs=None, **more):
+    made = CallRows(columns, n, 0.0)
+    made.fit(spec, inputs or {}, **more)
+    return made.rows
+
+
+def test_an_inputs_values_come_from_its_own_column_then_from_the_trainers_or_from_what_the_caller_says():
+    text = ModelSpec("m", {"text": TensorSpec("bytes", capacity=8)}, SPEC.outputs)
+    assert fitted_rows({"completions": ["c"], "response": ["r"], "text": ["t"]}, 1, text) == [{"text": b"t"}]
+    assert fitted_rows({"response": ["r"], "completions": ["c"], "text": None}, 1, text) == [{"text": b"c"}]
+    assert fitted_rows({"a": ["a"], "text": ["t"]}, 1, text, {"text": "a"}) == [{"text": b"a"}]
+    assert fitted_rows({"a": ["a"]}, 1, text, {"text": lambda columns: columns["a"]}) == [{"text": b"a"}]
+    with pytest.raises(SpecMismatch, match=r"expected a column 'b', there are \['text'\]; say which with inputs="):
+        fitted_rows({"text": ["t"]}, 1, text, {"text": "b"})
+    with pytest.raises(SpecMismatch, match="expected 2 values, came 1"):
+        fitted_rows({"text": ["t"]}, 2, text)
+    with pytest.raises(SpecMismatch, match=r"model 'm' has no input other: it takes \['text'\]"):
+        fitted_rows({"text": ["t"]}, 1, text, {"other": "text"})
+    assert fitted_rows({"text": ["t"]}, 1, text, {"other": "text"}, partial=True) == [{"text": b"t"}]
+
+
+def test_a_row_that_does_not_fit_has_its_reason_and_a_call_of_which_none_fits_is_refused():
+    assert fitted_rows({"x": [1.0, "one"]}, 2)[0] == {"x": 1.0}
+    assert type(fitted_rows({"x": [1.0, "one"]}, 2)[1]) is str
+    assert type(fitted_rows({"x": ["one"]}, 1)[0]) is str and fitted_rows({"x": []}, 0) == []
+    with pytest.raises(SpecMismatch, match="not one of 2 rows fits model 'm'; the first: "):
+        fitted_rows({"x": ["one", "two"]}, 2)
+
+
+TEXT, PICTURE = TensorSpec("bytes", capacity=8), TensorSpec("uint8", (-1, -1, 3), capacity=300)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("größe", "größe".encode()),
+        (b"\xff", b"\xff"),
+        ("12345678", b"12345678"),
+        ({"role": "user", "content": "hi"}, b"hi"),
+        ({"role": "user", "content": None}, b""),
+        ({"type": "text", "text": "hi"}, b"hi"),
+        ([{"content": [{"text": "a"}, {"type": "image"}]}, {"content": "b"}], b"a\nb"),
+    ],
+)
+def test_text_is_that_of_a_string_a_message_or_several(value, text):
+    assert fitted("t", TEXT, value) == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "told"),
+    [
+        (TEXT, "123456789", "t has 9 bytes, the model takes at most 8"),
+        (TEXT, 5, "expected text or chat messages, came int"),
+        (
+            TensorSpec("uint8"),
+            np.array(256, np.uint16),
+            "has the value 256, which the model's uint8 cannot hold",
+        ),
+        (TensorSpec("int8"), np.array(-129), "has the value -129"),
+        (TensorSpec("uint8"), np.array(1), "t is int64, the model takes uint8"),
+        (TensorSpec("float16"), np.array(70000.0), "which the model's float16 cannot hold"),
+        (TensorSpec("uint8"), np.array(1.0), "t is float64, the model takes uint8"),
+        (TensorSpec("float32", (2,)), np.zeros(3, np.float32), r"t is of shape \(3,\), the model takes"),
+        (PICTURE, np.zeros((11, 10, 3), np.uint8), r"t is of shape \(11, 10, 3\)"),
+    ],
+)
+def test_a_value_that_the_model_cannot_take_is_refused_with_words(spec, value, told):
+    with pytest.raises((SpecMismatch, TypeError), match=told):
+        fitted("t", spec, value)
+
+
+@pytest.mark.parametrize("value", [255, 0])
+def test_a_number_that_the_models_dtype_holds_is_converted(value):
+    assert fitted("t", TensorSpec("uint8"), np.array(value, np.uint16)) == value
+    assert fitted("t", TensorSpec("float16"), np.array(-np.inf)) == -np.inf
+    assert np.isnan(fitted("t", TensorSpec("float32"), np.array(np.nan)))
+    same = np.ones((2, 3), np.float32)
+    assert fitted("t", TensorSpec("float32", (2, 3)), same) is same
+    turned = fitted("t", TensorSpec("float32", (3, 2)), same.T)
+    assert turned.flags.c_contiguous and turned.shape == (3, 2)
+
+
+def test_a_picture_may_have_its_channels_first_unless_it_is_three_pixels_wide():
+    first = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
+    assert fitted("t", PICTURE, first).tolist() == first.transpose(1, 2, 0).tolist()
+    narrow = np.arange(18, dtype=np.uint8).reshape(3, 2, 3)
+    assert fitted("t", PICTURE, narrow) is narrow or fitted("t", PICTURE, narrow).tolist() == narrow.tolist()
+
+
+# ---- the score, and panels
+
+
+@pytest.mark.parametrize(
+    ("outputs", "name", "chosen"),
+    [
+        ({"y": ()}, None, "y"),
+        ({"y": (1,)}, None, "y"),
+        ({"y": (), "z": ()}, "z", "z"),
+        ({"y": (), "z": ()}, None, None),
+        ({"y": (2,)}, None, None),
+        ({"y": ()}, "z", None),
+    ],
+)
+def test_the_score_is_the_only_output_or_the_one_that_is_named_if_it_is_one_number(outputs, name, chosen):
+    specs = {key: TensorSpec("float32", shape) for key, shape in outputs.items()}
+    if chosen is not None:
+        assert score_output("m", name, specs) == chosen
+        return
+    with pytest.raises(SpecMismatch, match="model 'm' gives y float32.*: name the one number that is the score"):
+        score_output("m", name, specs)
+    with pytest.raises(SpecMismatch):
+        score_output("m", None, {"t": TEXT})
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ({}, "a panel without members"),
+        ({"a": float("nan")}, "the weight of 'a' is nan, expected a finite number"),
+        ({"a": {"weight": 1, "colour": 2}}, r"member 'a': \['colour'\] is not known, expected weight, model, output, "),
+    ],
+)
+def test_a_panel_that_cannot_be_is_refused_when_it_is_made(members, told):
+    with pytest.raises(ValueError, match=told):
+        Juror(members)
+
+
+def test_members_of_a_panel_have_its_settings_unless_they_have_their_own():
+    made = Juror(
+        {"a": 2, "b": {"weight": 0.5, "model": "other", "output": "y", "address": "/there"}},
+        inputs={"x": "column"}, address="/here", timeout=7.0, priority=1,
+    )  # fmt: skip
+    for juror in (made, pickle.loads(pickle.dumps(made))):
+        assert juror.name == "a+b" and juror.spec is None
+        (weight_a, a), (weight_b, b) = juror._members.values()
+        assert (weight_a, a.name, a._output, a._address) == (2.0, "a", None, "/here")
+        assert (weight_b, b.name, b._output, b._address) == (0.5, "other", "y", "/there")
+        assert all((one._timeout, one._priority, one._inputs) == (7.0, 1, {"x": "column"}) for one in (a, b))
+        assert juror._needs(b) and not a._needs(b)
+    for priority in (0, 4):
+        with pytest.raises(ValueError, match="priority="):
+            Juror("m", priority=priority)
+
+
+def test_a_panels_score_is_the_sum_by_weight_if_that_is_a_number():
+    parts = {"a": Scores([1.0, 3e38, "no"], [4]), "b": Scores([0.5, 1.0, 1.0], [3])}
+    scores = weighted({"a": 2.0, "b": -1.0}, parts, 3)
+    assert scores == [1.5, 6e38 - 1.0, "a: no"] and scores.version == 3
+    assert weighted({"a": 1e308, "b": 1.0}, parts, 2)[1] == "the total is inf"
+    assert Scores().version == 0
+
+
+# ---- the answer to a call
+
+
+def test_an_answer_is_given_once_and_everybody_who_waits_is_told():
+    answer, told = CallAnswer(), []
+    answer.when_done(told.append)
+    with pytest.raises(TimeoutError):
+        answer.result(0.001)
+    assert not answer.done() and not told
+    answer.set_result(5)
+    answer.set_exception(ServerGone("late"))
+    answer.set_result(6)
+    assert answer.done() and told == [answer] and [answer.result(0) for _ in range(2)] == [5, 5]
+    answer.when_done(told.append)
+    assert told == [answer] * 2, "there is an answer already"
+    assert not answer.cancel() and answer.begin()
+
+
+def test_a_call_is_cancelled_only_before_it_is_sent():
+    before, sent = CallAnswer(), CallAnswer()
+    assert before.cancel() and not before.cancel() and not before.begin()
+    with pytest.raises(CancelledError, match="the call was cancelled"):
+        before.result(0)
+    assert sent.begin() and not sent.cancel() and not sent.done()
+
+
+def test_a_task_that_is_cancelled_takes_its_call_back_and_one_that_waits_too_long_does_not():
+    async def ask():
+        waited, dropped, given = CallAnswer(), CallAnswer(), CallAnswer()
+        with pytest.raises(TimeoutError):
+            await waited.awaited(0.001)
+        task = asyncio.ensure_future(dropped.awaited(1000.0))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        asyncio.get_running_loop().call_soon(given.set_result, 5)
+        return waited.done(), dropped.begin(), await given.awaited(1000.0)
+
+    assert asyncio.run(ask()) == (False, False, 5)

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jurybox.client.call_rows import CallRow
-from jurybox.client.in_flight import UNSENT, Answer
+from jurybox.client.in_flight import UNSENT, Answer, Claim, InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.link import ControlLink
 from jurybox.client.row_allocator import RowAllocator
-from jurybox.client.transports.transport import NOT_ANSWERED, NotSent
+from jurybox.client.transports.transport import NOT_ANSWERED, NotSent, RowPlace
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout
+from jurybox.protocol.errors import (
+    Busy,
+    Code,
+    Error,
+    ProtocolMismatch,
+    Refused,
+    ServerGone,
+    SessionLost,
+    StaleLease,
+    Timeout,
+    TooManyFiles,
+)
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 
 SERVING = int(EngineState.SERVING)
@@ -336,4 +350,231 @@ def test_a_ticket_for_which_there_was_no_room_is_sent_with_the_next_answer():
     transport.there = [Answer(first.sequence, Code.OK, "", 5, 11)]
     lane.receive_now()
     assert second.engine == 0 and len(transport.sent) == 2
+    lane.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_a_lane_lets_go_of_its_lock_once_and_last_and_returns_its_lease_unless_that_is_lost(lost, how):
+    """Whoever gets the lock writes to the rows; a lease that is lost may be another's by now."""
+    told, transport, engines = [], Transport(), np.zeros(1, ENGINE)
+    transport.close = lambda: told.append("transport")
+    arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: told.append("arena"))
+    scoreboard = SimpleNamespace(engines=engines, server_lives=lambda: not lost)
+    lane = Lane(
+        "m", scoreboard, arena, transport, 1, 0, 8, lambda: told.append("lease"), leave=lambda: told.append("lock")
+    )
+    if lost:
+        with pytest.raises(ServerGone, match="with 0 tickets of 'm' in flight"):
+            lane.look_after()
+    if how == "closed":
+        for _ in range(2):
+            lane.close()
+    del lane
+    gc.collect()
+    assert told == ["lease"] * (how == "closed" and not lost) + ["transport", "arena", "lock"]
+
+
+def test_nothing_is_sent_on_a_lane_that_was_closed_and_the_error_says_what_to_do():
+    engines, transport = np.zeros(1, ENGINE), Transport()
+    engines["state"] = SERVING
+    lane = lane_of(engines, transport)
+    lane.close()
+    deadline = time.monotonic_ns() + 10**11
+    for send in (lambda: lane.submit(0, 1, deadline), lambda: lane.exchange(0, 1, deadline, 0, 1.0)):
+        with pytest.raises(Refused, match="'m' was closed: get it again from the server"):
+            send()
+    assert not transport.sent and not lane.in_flight
+
+
+class OneByOne(Transport):
+    """As Transport, and does what it is told when it is to send: returns an answer's code, or raises."""
+
+    def __init__(self, *does):
+        super().__init__()
+        self.does = list(does)
+
+    def exchange(self, ticket, timeout):
+        self.sent.append((ticket.engine, ticket.incarnation))
+        if isinstance(does := self.does.pop(0), Exception):
+            raise does
+        return None if does is None else Answer(ticket.sequence, does, "why", 5, ticket.incarnation)
+
+
+@pytest.mark.parametrize("because", [TooManyFiles("no more files"), NotSent("it is full")])
+def test_a_ticket_that_could_not_be_sent_at_once_is_sent_by_the_next_check(because):
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    transport = OneByOne(because)
+    lane = lane_of(engines, transport)
+    claim = Claim()
+    ticket = lane.exchange(2, 3, time.monotonic_ns() + 10**11, 4, 0.1, weakref.ref(claim))
+    assert ticket.engine == UNSENT and str(because) in lane.why_late(ticket) and not ticket.sending
+    assert lane.asked(4, 1) and not lane.asked(5, 3) and not lane.asked(0, 2), "its rows are in use"
+    lane.look_after()
+    assert ticket.engine == 0 and transport.sent == [(0, 11)] * 2
+    assert (ticket.first, ticket.rows, ticket.version) == (2, 3, 4)
+    lane.close()
+
+
+def test_an_answer_that_comes_at_once_leaves_nothing_in_flight_whatever_it_says():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, OneByOne(Code.OK, Code.MODEL_FAILED))
+    for code in (Code.OK, Code.MODEL_FAILED):
+        answer = lane.ask(0, 1, 1.0)
+        assert (answer.code, answer.version) == (code, 5) and not lane.in_flight
+    lane.close()
+
+
+def test_a_wait_ends_where_a_call_that_it_is_nested_in_reads_the_answer():
+    """That call goes on only after this one, which would wait for ever."""
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, transport := Transport())
+    ticket = lane.submit(0, 1, deadline := time.monotonic_ns() + 10**12)
+    transport.is_reading = lambda of: of is ticket
+    with pytest.raises(Busy, match="is reading the answer to this ticket: .* after that call"):
+        lane.wait(ticket, deadline)
+    assert not lane.may_free_rows() and not lane.wait_for_rows(deadline)
+    transport.is_reading = lambda of: False
+    assert lane.may_free_rows() and lane.wait_for_rows(deadline) and not lane.wait_for_rows(0)
+    transport.there = [Answer(ticket.sequence, Code.OK, "", 5, 11)]
+    assert lane.wait(ticket, deadline).version == 5
+    assert not lane.may_free_rows() and not lane.wait_for_rows(deadline), "nothing is in flight"
+    lane.close()
+
+
+def test_an_answer_without_a_number_is_an_error_once_the_others_are_settled():
+    """It says that the server could not read a message; kept, it would be the answer to every later call."""
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, transport := Transport())
+    ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
+    transport.there = [
+        Answer(0, Code.PROTOCOL_MISMATCH, "speak my version", 0, 0),
+        Answer(ticket.sequence, Code.OK, "", 5, 11),
+    ]
+    with pytest.raises(ProtocolMismatch, match="speak my version"):
+        lane.receive_now()
+    assert ticket.answer.version == 5 and not lane.in_flight and not transport.there
+    lane.receive_now()
+    lane.close()
+
+
+def test_a_stale_lease_ends_the_lane_with_the_servers_reason():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, transport := Transport())
+    ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
+    transport.there = [Answer(ticket.sequence, Code.STALE_LEASE, "it was revoked", 0, 11)]
+    lane.receive_now()
+    with pytest.raises(StaleLease, match="it was revoked"):
+        lane.submit(0, 1, time.monotonic_ns() + 10**11)
+    lane.close()
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_lost_ticket_is_sent_again_only_if_somebody_wants_it_or_the_server_may_still_have_it(far, wanted):
+    """Rows of a ticket that nobody wants are free, unless a relay beyond a broken connection may still compute it."""
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, transport := Transport(), far=far)
+    claim = Claim()
+    ticket = lane.submit(0, 3, time.monotonic_ns() + 10**11, owner=weakref.ref(claim))
+    if not wanted:
+        del claim
+    engines["incarnation"] = 22
+    lane.look_after()
+    sent_again = wanted or far
+    assert transport.sent == [(0, 11), (0, 22)][: 1 + sent_again]
+    assert (ticket.sequence in lane.in_flight) == sent_again and lane.free == (5 if sent_again else 8)
+    engines["state"] = 0
+    never_sent = lane.submit(5, 3, time.monotonic_ns() + 10**11)
+    lane.look_after()
+    assert never_sent.sequence not in lane.in_flight
+    lane.close()
+
+
+def test_a_ticket_that_was_answered_when_ctrl_c_came_is_not_in_flight_for_ever():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, transport := Transport())
+    ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
+    ticket.answer = Answer(ticket.sequence, Code.OK, "", 5, 11)
+    lane.look_after()
+    assert not lane.in_flight and lane.free == 8 and len(transport.sent) == 1
+    lane.close()
+
+
+def test_where_no_native_caller_can_be_opened_for_lack_of_files_there_is_none():
+    engines = np.zeros(2, ENGINE)
+    engines["incarnation"], engines["state"] = (11, 22), SERVING
+    lane = lane_of(engines, transport := Transport())
+    places = []
+    transport.caller = lambda place: places.append(place) or "caller"
+    assert lane.caller(RowPlace(0, 1, None, None, None, None), 1) == ("caller", 22)
+    assert (places[0].number, places[0].incarnation, places[0].engine["incarnation"].tolist()) == (1, 22, [22])
+
+    def caller(place):
+        raise TooManyFiles("no more files")
+
+    transport.caller = caller
+    row = CallRow(lane, lane.take(1))
+    transport.exchange = lambda ticket, timeout: Answer(ticket.sequence, Code.OK, "", 5, ticket.incarnation)
+    row.lane.columns.outputs["y"][0] = 7
+    assert row.ask(np.ones(2, np.float32), 1.0).tolist() == [7, 7], "the lane itself asks"
+    lane.close()
+
+
+def test_whoever_waits_for_rows_is_told_of_those_that_are_given_back_and_of_those_that_are_answered():
+    engines = np.zeros(1, ENGINE)
+    engines["incarnation"], engines["state"] = 11, SERVING
+    lane = lane_of(engines, transport := Transport())
+    held = lane.take(2)
+
+    async def wait():
+        given, answered = lane.row_waiter(), lane.row_waiter()
+        assert lane.rows_awaited
+        lane.give(held)
+        assert given.done() and answered.done() and not lane.rows_awaited
+        ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
+        answered = lane.row_waiter()
+        transport.there = [Answer(ticket.sequence, Code.OK, "", 5, 11)]
+        lane.receive_now()
+        assert answered.done() and not lane.rows_awaited
+
+    asyncio.run(wait())
+    lane.close()
+
+
+@pytest.mark.parametrize(("failed", "more"), [(3, ""), (4, "; and 1 more"), (8, "; and 5 more")])
+def test_an_error_of_rows_tells_of_the_first_three_and_how_many_others_failed(failed, more):
+    engines = np.zeros(1, ENGINE)
+    lane = lane_of(engines, Transport())
+    lane.columns.reasons[:] = 0
+    for row in range(failed):
+        lane.columns.fail(row, f"wrong {row}")
+    lane.columns.outputs["y"][:] = 3
+    error = lane.failure(Answer(1, Code.ROW_FAILED, "", 6, 11), 0, 8)
+    assert str(error) == f"{failed} of 8 rows of 'm' failed: row 0: wrong 0; row 1: wrong 1; row 2: wrong 2{more}"
+    assert error.errors == {row: f"wrong {row}" for row in range(failed)} and error.version == 6
+    assert error.outputs.tolist() == [[3.0, 3.0]] * 8
+    lost = lane.failure(Answer(1, Code.SESSION_LOST, "lost", 6, 11), 0, 8)
+    assert type(lost) is SessionLost and lost.sessions == list(range(failed)) and str(lost) == "lost"
+    assert type(lane.failure(Answer(1, Code.BUSY, "full", 6, 11), 0, 8)) is Busy
+    lane.close()
+
+
+def test_a_ticket_that_other_code_has_sent_is_answered_and_looked_after_like_the_lanes_own():
+    engines = np.zeros(2, ENGINE)
+    engines["incarnation"], engines["state"] = (11, 22), SERVING
+    lane = lane_of(engines, transport := Transport())
+    ticket = InFlight(lane.advance(), 3, 2, time.monotonic_ns() + 10**11, 0)
+    lane.adopt(ticket, 1, 22, 77)
+    assert lane.free == 6 and (ticket.engine, ticket.incarnation, ticket.submitted) == (1, 22, 77)
+    transport.there = [Answer(ticket.sequence, Code.OK, "", 5, 22)]
+    lane.receive_now()
+    assert ticket.answer.version == 5 and lane.free == 8
     lane.close()

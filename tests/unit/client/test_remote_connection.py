@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +14,17 @@ from tests.serving import wait_until
 
 from jurybox.client import ServerGone, connect
 from jurybox.client.control import Wires
+from jurybox.client.in_flight import InFlight
 from jurybox.client.link import RowsHere
-from jurybox.client.remote.connection import Connection
+from jurybox.client.remote.connection import IDLE, Connection
 from jurybox.client.remote.tcp import SentRows, TcpTransport
 from jurybox.client.transports import zmq_socket
-from jurybox.protocol.errors import Code
+from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, RowPlace
+from jurybox.protocol import row_frames
+from jurybox.protocol.errors import Code, ProtocolMismatch
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.protocol.wire import PACK_REPLY, PREFIX
+from jurybox.protocol.wire import PACK_REPLY, PACK_TICKET, PREFIX
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
 
@@ -349,3 +353,375 @@ def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothi
         link._asked.clear()
         fell += moment.fell
     assert fell > 3
+
+
+# ---- the transport of a lane and its connection, over a link that is scripted
+
+
+class Link:
+    """A link that stands, or not; it keeps what is sent, and has the answers in `there`."""
+
+    def __init__(self, *, ready=True):
+        self.ready = self.was_ready = ready
+        self.broken, self.silence, self.descriptor = False, 0.0, -1
+        self.sent, self.there, self.at_look, self.pings = {}, [], [], 0
+
+    @property
+    def arrived(self):
+        return bool(self.there)
+
+    @property
+    def unanswered(self):
+        return list(self.sent)
+
+    def send(self, number, frames):
+        self.sent[number] = frames
+
+    def exchange(self, number, frames, timeout):
+        self.send(number, frames)
+        return self.there.pop()[1] if self.there else None
+
+    def answers(self, timeout):
+        return list(self.there)
+
+    def settled(self, number):
+        self.sent.pop(number, None)
+        self.there[:] = [each for each in self.there if each[0] != number]
+
+    def holds(self, number):
+        return number in self.sent
+
+    def look(self):
+        if self.at_look:
+            self.at_look.pop(0)()
+        return bool(self.there)
+
+    def ping(self):
+        self.pings += 1
+
+    def close(self):
+        self.broken, self.ready = True, False
+
+
+class Clock:
+    """Stands still, but for `later`."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("jurybox.client.remote.connection.time", made)
+    return made
+
+
+@pytest.fixture
+def scripted():
+    """A transport over a scripted link, which is replaced by others that stand."""
+    connection = Connection(lambda attempt: Link())
+    rows = RowsHere(SPEC, 4)
+    return connection, rows, TcpTransport(connection, rows, 7)
+
+
+def ticket_of(connection, sequence=5, first=1, rows=2):
+    made = InFlight(sequence, first, rows, time.monotonic_ns() + 10**11, 3)
+    made.engine, made.incarnation = 0, connection.incarnation
+    return made
+
+
+def reply_of(connection, sequence=5, code=Code.OK, outputs=(), life=None, text=b""):
+    head = PREFIX + PACK_REPLY.pack(sequence, 6, connection.incarnation if life is None else life, code)
+    return sequence, [head + text, *outputs]
+
+
+TWO = np.arange(4, dtype=np.float32).tobytes()
+
+
+def test_a_ticket_goes_out_with_its_rows_and_what_is_left_of_its_time(scripted):
+    connection, rows, transport = scripted
+    rows.columns.inputs["x"][1:3] = [[1, 2], [3, 4]]
+    ticket = ticket_of(connection)
+    transport.send(ticket)
+    record, x = connection.link.sent[5]
+    sequence, lease, left, *_, first, n, _, version, life = PACK_TICKET.unpack_from(bytes(record), len(PREFIX))
+    assert (sequence, lease, first, n, version, life) == (5, 7, 1, 2, 3, 1)
+    assert 0 < left <= 10**11 and np.frombuffer(x, np.float32).tolist() == [1, 2, 3, 4]
+    ticket.deadline = 0
+    transport.send(ticket)
+    assert PACK_TICKET.unpack_from(bytes(connection.link.sent[5][0]), len(PREFIX))[2] == 1, "it is late, not endless"
+
+
+@pytest.mark.parametrize("way", ["send", "exchange"])
+def test_a_ticket_of_an_earlier_connection_is_not_sent_over_the_next(scripted, way):
+    """The lane sends it again by itself, with the number of the new one."""
+    connection, _, transport = scripted
+    ticket = ticket_of(connection)
+    connection.engines["incarnation"] += 1
+    assert (transport.send(ticket) if way == "send" else transport.exchange(ticket, 1.0)) is None
+    assert not connection.link.sent and not transport.holds(ticket)
+    ticket.incarnation += 1
+    if way == "exchange":
+        connection.link.there = [reply_of(connection, outputs=[TWO])]
+        assert transport.exchange(ticket, 1.0).version == 6 and not transport.holds(ticket)
+    else:
+        transport.send(ticket)
+        assert transport.holds(ticket)
+
+
+def test_an_answer_is_written_to_its_rows_alone_and_kept_until_it_is_settled(scripted):
+    connection, rows, transport = scripted
+    transport.send(ticket := ticket_of(connection))
+    connection.link.there = [reply_of(connection, outputs=[TWO])]
+    for _ in range(2):
+        (answer,) = transport.receive(1.0)
+        assert (answer.sequence, answer.code, answer.version) == (5, Code.OK, 6)
+    assert rows.columns.outputs["y"].tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
+    rows.columns.outputs["y"][:] = 9  # it is not copied again
+    transport.receive(0)
+    assert (rows.columns.outputs["y"] == 9).all() and transport.holds(ticket)
+    transport.settled(answer)
+    assert not transport.receive(0) and not transport.holds(ticket)
+
+
+@pytest.mark.parametrize("late", ["of another connection", "that nobody waits for"])
+def test_an_answer_that_comes_too_late_is_dropped_and_its_rows_are_left_alone(scripted, late):
+    connection, rows, transport = scripted
+    if late == "of another connection":
+        transport.send(ticket_of(connection))
+        connection.link.there = [reply_of(connection, outputs=[TWO], life=2)]
+    else:
+        connection.link.there = [reply_of(connection, outputs=[TWO])]
+    assert not transport.receive(1.0) and not connection.link.there
+    assert not rows.columns.outputs["y"].any()
+
+
+def test_the_rows_of_tickets_of_an_earlier_connection_are_forgotten_with_the_next_ticket(scripted):
+    """A late answer must not be written to rows that are in use again."""
+    connection, rows, transport = scripted
+    transport.send(ticket_of(connection))
+    connection.engines["incarnation"] += 1
+    transport.send(ticket_of(connection, 6, 0, 1))
+    connection.link.there = [reply_of(connection, 5, outputs=[TWO]), reply_of(connection, 6, outputs=[TWO[4:12]])]
+    assert [answer.sequence for answer in transport.receive(1.0)] == [6]
+    assert rows.columns.outputs["y"].tolist() == [[1, 2], [0, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("wrong", [[], [TWO[1:]], [TWO, b""]])
+def test_an_answer_that_does_not_fit_is_an_error_once(scripted, wrong):
+    connection, rows, transport = scripted
+    transport.send(ticket_of(connection))
+    connection.link.there = [reply_of(connection, outputs=wrong)]
+    with pytest.raises(ProtocolMismatch):
+        transport.receive(1.0)
+    assert not transport.receive(0) and not rows.columns.outputs["y"].any()
+
+
+def test_a_server_that_cannot_read_a_message_says_so_at_once_whatever_else_has_come(scripted):
+    connection, _, transport = scripted
+    transport.send(ticket_of(connection))
+    connection.link.there = [reply_of(connection, 0, Code.PROTOCOL_MISMATCH, text=b"speak my version")]
+    (answer,) = transport.receive(1.0)
+    assert (answer.sequence, answer.message) == (0, "speak my version")
+    transport.settled(answer)
+    assert not transport.receive(0)
+
+
+def test_reasons_of_failed_and_lost_rows_come_with_an_answer(scripted):
+    connection, rows, transport = scripted
+    for code in (Code.ROW_FAILED, Code.SESSION_LOST):
+        source = RowsHere(SPEC, 4).columns
+        source.fail(1, "it is odd")
+        frames = row_frames.packed(source, "outputs", 0, 2, failed=True)
+        frames = frames[-1:] if code == Code.SESSION_LOST else frames
+        transport.send(ticket_of(connection))
+        connection.link.there = [reply_of(connection, code=code, outputs=[bytes(frame) for frame in frames])]
+        (answer,) = transport.receive(1.0)
+        assert answer.code == code and rows.columns.failures(1, 2) == {1: "it is odd"}
+        transport.settled(answer)
+        rows.columns.reasons[:] = 0
+
+
+def caller_of(transport, connection, memory, **more):
+    x, y = memory.columns.inputs["x"][1], memory.columns.outputs["y"][1]
+    place = RowPlace(1, 1, SPEC.inputs["x"], x, None, y, connection.engines, connection.incarnation, 0)
+    return transport.caller(place._replace(**more))
+
+
+ROW, ONE = np.array([1, 2], np.float32), np.array([3, 4], np.float32).tobytes()
+
+
+def test_a_callers_row_is_sent_from_where_it_lies_and_its_outputs_are_new_arrays(scripted):
+    connection, rows, transport = scripted
+    call = caller_of(transport, connection, rows)
+    connection.link.there = [reply_of(connection, outputs=[ONE])]
+    assert call(ROW, 5, 1.0).tolist() == [3, 4] and call.version == 6
+    assert connection.link.sent[5][1] is ROW and not rows.columns.outputs["y"].any()
+    both = caller_of(transport, connection, rows, outputs={"y": rows.columns.outputs["y"][1]})
+    connection.link.there = [reply_of(connection, outputs=[ONE])]
+    assert {name: array.tolist() for name, array in both(ROW, 5, 1.0).items()} == {"y": [3, 4]}
+
+
+def test_there_is_a_caller_only_for_a_row_whose_bytes_are_all_that_is_sent(scripted):
+    connection, rows, transport = scripted
+    for lacks in ({"input": None}, {"outputs": None}, {"rows": 2}, {"extents": np.zeros(1, np.int64)}):
+        assert caller_of(transport, connection, rows, **lacks) is None
+
+
+def test_a_caller_says_why_it_has_not_sent_a_row_and_leaves_it_to_the_lane(scripted):
+    connection, rows, transport = scripted
+    call, link = caller_of(transport, connection, rows), connection.link
+    assert call(ROW.astype(np.float64), 5, 1.0) == NOT_FIT and call(None, 5, 1.0) == NOT_SENT
+    link.ready = False
+    assert call(ROW, 5, 1.0) == NOT_SENT
+    link.ready = True
+    connection.engines["state"] = EngineState.ABSENT
+    assert call(ROW, 5, 1.0) == NOT_SENT
+    connection.engines["state"] = EngineState.SERVING
+    link.silence = IDLE  # it may be closed: it is looked at first
+    link.at_look = [link.close]
+    assert call(ROW, 5, 1.0) == NOT_SENT and connection.link is not link
+    assert call(ROW, 5, 1.0) == NOT_SENT, "it is for the connection before"
+    assert not link.sent and not connection.link.sent
+
+
+def test_a_row_whose_answer_takes_longer_is_written_for_the_lane_and_its_answer_is_received(scripted):
+    connection, rows, transport = scripted
+    call = caller_of(transport, connection, rows)
+    assert call(ROW, 5, 1.0) == NOT_ANSWERED and rows.columns.inputs["x"].tolist()[1] == [1, 2]
+    connection.link.there = [reply_of(connection, outputs=[ONE])]
+    (answer,) = transport.receive(1.0)
+    assert answer.sequence == 5 and rows.columns.outputs["y"].tolist() == [[0, 0], [3, 4], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "told"), [([], "0 outputs came, 1 were expected"), ([ONE[1:]], "output '': 7 bytes came, 8 were")]
+)
+def test_a_caller_refuses_outputs_that_do_not_fit(scripted, outputs, told):
+    connection, rows, transport = scripted
+    connection.link.there = [reply_of(connection, outputs=outputs)]
+    with pytest.raises(ProtocolMismatch, match=told):
+        caller_of(transport, connection, rows)(ROW, 5, 1.0)
+
+
+def test_a_caller_returns_a_failures_code_and_tells_its_message(scripted):
+    connection, rows, transport = scripted
+    call = caller_of(transport, connection, rows)
+    connection.link.there = [reply_of(connection, code=Code.MODEL_FAILED, text=b"no")]
+    assert call(ROW, 5, 1.0) == Code.MODEL_FAILED and call.message() == "no"
+    connection.link.there = [reply_of(connection, 0, code=Code.PROTOCOL_MISMATCH, text=b"speak my version")]
+    with pytest.raises(ProtocolMismatch, match="speak my version"):
+        call(ROW, 5, 1.0)
+
+
+def test_a_connection_that_broke_is_made_again_at_once_and_then_twenty_times_a_second(clock):
+    """Its engine is another one then, so that all that was in flight is sent again."""
+    links, opened = [Link(), None, None, Link(ready=False), Link()], []
+    connection = Connection(lambda attempt: opened.append(attempt) or links.pop(0))
+    renewed = []
+    connection.renewed = lambda: renewed.append(connection.link)
+    assert connection.server_lives() and connection.incarnation == 1 and opened == [0]
+    connection.link.close()
+    assert connection.server_lives() and connection.incarnation == 2 and opened == [0, 0]
+    assert connection.engines["state"][0] == EngineState.ABSENT
+    clock.now += 0.04
+    assert connection.server_lives() and opened == [0, 0]
+    clock.now += 0.02
+    assert connection.server_lives() and opened == [0, 0, 1], "each attempt takes the next of a host's addresses"
+    assert not connection.stands()
+    clock.now += 0.06
+    assert connection.server_lives() and opened == [0, 0, 1, 2] and len(renewed) == 3
+    waiting = connection.link
+    clock.now += 4.9
+    assert connection.server_lives() and not waiting.broken and connection.engines["state"][0] == EngineState.ABSENT
+    clock.now += 0.2
+    assert connection.server_lives() and waiting.broken, "its handshake has taken too long"
+    assert connection.server_lives() and connection.link.ready and connection.incarnation == 2
+    assert connection.server_lives() and connection.engines["state"][0] == EngineState.SERVING
+
+
+def test_a_server_is_gone_ten_seconds_after_its_connection_was_lost(clock):
+    links = [Link()]
+    connection = Connection(lambda attempt: links.pop() if links else None)
+    assert connection.server_lives()
+    clock.now += 1000
+    connection.link.close()
+    assert connection.server_lives()
+    clock.now += 9.9
+    assert connection.server_lives()
+    clock.now += 0.2
+    assert not connection.server_lives()
+
+
+def test_tickets_sent_before_the_first_connection_stood_are_sent_again_over_the_next(clock):
+    links = [None, Link()]
+    connection = Connection(lambda attempt: links.pop(0))
+    assert connection.engines["state"][0] == EngineState.SERVING and connection.incarnation == 1
+    clock.now += 0.1
+    assert connection.server_lives() and connection.incarnation == 2 and connection.link.ready
+
+
+def test_a_server_that_answers_no_ping_is_connected_to_again(clock):
+    connection = Connection(lambda attempt: Link())
+    link = connection.link
+    link.silence = 100.0
+    assert connection.server_lives() and not link.pings, "nothing is awaited of it"
+    link.send(5, ())
+    for _ in range(2):
+        assert connection.server_lives() and link.pings == 1
+    clock.now += 9.9
+    link.silence = 1.9
+    assert connection.server_lives()
+    link.silence = 2.0
+    assert connection.server_lives() and link.pings == 2, "it has shown a sign of life since"
+    clock.now += 10.0
+    assert connection.server_lives() and connection.link is link
+    clock.now += 0.1
+    assert connection.server_lives() and link.broken and connection.link is not link and connection.incarnation == 2
+
+
+def test_a_connection_is_looked_at_before_it_is_used_only_if_it_was_idle():
+    connection = Connection(lambda attempt: Link())
+    link = connection.link
+    link.at_look = [link.close]
+    link.silence = IDLE - 0.1
+    assert connection.stands() and not link.broken
+    link.silence = IDLE
+    assert connection.stands() and link.broken and connection.link is not link and connection.incarnation == 2
+    connection.link.silence = IDLE
+    connection.link.there = [reply_of(connection)]
+    assert connection.stands(), "an answer is there: it stands"
+
+
+def test_a_ticket_after_an_idle_time_goes_over_the_connection_that_replaces_a_closed_one(scripted):
+    connection, _, transport = scripted
+    link, ticket = connection.link, ticket_of(connection)
+    link.silence, link.at_look = IDLE, [link.close]
+    transport.send(ticket)
+    assert connection.link is not link and ticket.incarnation == connection.incarnation == 2
+    assert transport.holds(ticket) and list(connection.link.sent) == [5] and not link.sent
+
+
+def test_whoever_waits_without_a_connection_sleeps_a_little(monkeypatch):
+    slept = []
+    monkeypatch.setattr("jurybox.client.remote.tcp.time", SimpleNamespace(sleep=slept.append))
+    transport = TcpTransport(Connection(lambda attempt: None), RowsHere(SPEC, 1), 7)
+    assert transport.receive(0.01) == transport.receive(9.0) == []
+    assert slept == [0.01, 0.02]
+
+
+def test_an_event_loop_leaves_the_loop_before_it(scripted):
+    connection, _, transport = scripted
+    connection.link.descriptor, connection.link.watched = 9, lambda on: None
+    first, second = Loop(lambda: None), Loop(lambda: None)
+    transport.watch(first, lambda: None)
+    transport.watch(first, lambda: None)
+    assert first.watched == {9}
+    transport.watch(second, lambda: None)
+    assert not first.watched and second.watched == {9}
+    transport.close()
+    assert not second.watched and connection.link.broken

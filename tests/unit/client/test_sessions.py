@@ -354,6 +354,75 @@ def test_requests_beyond_the_sessions_rows_are_refused_with_the_remedy(versioned
         np.testing.assert_array_equal(sessions.get_state()["n"], [2, 2])
 
 
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_the_rows_of_all_sessions_are_kept_from_step_to_step_if_they_are_one_batch(versioned, n):
+    model, _ = versioned
+    with model.sessions(n) as sessions:
+        for _ in range(2):
+            assert sessions.infer(np.ones(n, np.float32)).tolist() == [1] * n
+        assert len(sessions._requests.kept) == (n <= 4) and len(sessions) == n
+        np.testing.assert_array_equal(sessions.get_state()["n"], [2] * n)
+
+
+def test_numbers_of_sessions_are_whole_each_once_and_of_these_sessions(sessions):
+    ones = np.ones((1, 1), np.float32)
+    sessions.infer(np.ones((N, 1), np.float32))
+    for numbers, told in (
+        ([-1], r"session -1\.\.-1: these are sessions 0\.\.3"),
+        ([4], r"session 4\.\.4: these are sessions 0\.\.3"),
+        ([0.0], "session is float64 of shape"),
+        ([[0]], r"session is int64 of shape \(1, 1\): expected whole numbers"),
+        ([], "session is .* of shape \\(0,\\)"),
+    ):
+        with pytest.raises(SpecMismatch, match=told):
+            sessions.infer(ones, numbers)
+        with pytest.raises(SpecMismatch, match=told):
+            sessions.get_state(numbers)
+    with pytest.raises(SpecMismatch, match="a session occurs twice in one request"):
+        sessions.infer(np.ones((2, 1), np.float32), [1, 1])
+    with pytest.raises(SpecMismatch, match="1 rows came for 2 sessions: expected one row for each"):
+        sessions.infer(ones, [0, 3])
+    assert sessions.infer(ones, [0]).tolist() == [2] and sessions.infer(ones, np.array([3], np.uint8)).tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, r"state of 'sum' is \['total'\], \[\] came"),
+        ({"total": np.zeros(N, np.float32), "other": np.zeros(N)}, r"\['other', 'total'\] came"),
+        ({"total": np.zeros(N + 1, np.float32)}, r"state 'total': expected float32 of shape \(4,\), came float32 of"),
+        ({"total": np.zeros(N, np.float64)}, r"state 'total': expected float32 of shape \(4,\), came float64 of"),
+    ],
+)
+def test_a_state_that_is_not_the_models_is_refused_and_sets_nothing(sessions, state, told):
+    sessions.infer(np.ones((N, 1), np.float32))
+    with pytest.raises(SpecMismatch, match=told):
+        sessions.set_state(state)
+    np.testing.assert_array_equal(sessions.infer(np.ones((N, 1), np.float32)), [2] * N)
+
+
+def test_an_answer_of_sessions_tells_its_version_however_it_was_asked_for(versioned):
+    model, updater = versioned
+    three = np.ones(3, np.float32)
+    with model.sessions(3) as sessions:
+        assert sessions.version == 0 and repr(sessions) == "<Sessions of 'm', 3 sessions>"
+        for version, ask in enumerate(
+            (
+                lambda: sessions.infer_reply(three),
+                lambda: sessions.infer_reply(three[:2], [0, 2]),
+                lambda: sessions.submit(three).result(),
+                lambda: asyncio.run(sessions.infer_reply_async(three)),
+            ),
+            2,
+        ):
+            updater.publish(version)
+            reply = ask()
+            assert reply.version == sessions.version == version and set(reply.array.tolist()) == {version}
+        with pytest.raises(SpecMismatch, match="a ticket holds 1 to 2 rows, got 3"):
+            sessions._requests.max_batch = 2
+            sessions.submit(three)
+
+
 def test_a_session_that_is_lost_and_not_reset_is_named_before_anything_is_sent():
     book = SessionBook("m", 4)
     book.lose(np.array([0, 1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
@@ -233,14 +232,6 @@ class Transport(Protocol):
 
         The answer is settled. Those to other tickets stay.
         """
-        self.send(ticket)
-        until = time.monotonic() + timeout
-        while (left := until - time.monotonic()) > 0:
-            for answer in self.receive(left):
-                if answer.sequence in (ticket.sequence, 0):
-                    self.settled(answer)
-                    return answer
-        return None
 
     def caller(self, place: RowPlace) -> Caller | None:
         """Return a caller for these rows to the model's only engine.
