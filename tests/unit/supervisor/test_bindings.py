@@ -4,6 +4,7 @@ import pytest
 
 from jurybox.protocol.control_pb2 import BindRequest, RegionPlace
 from jurybox.protocol.device_memory import HANDLE
+from jurybox.protocol.errors import Code, Refused
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.settings.config import ModelSettings
 from jurybox.server.supervisor.bindings import Bindings
@@ -24,16 +25,19 @@ def bindings(sent):
     return Bindings(lambda engine, kind, **fields: sent.append((engine, kind)))
 
 
+def place(name, size=HANDLE):
+    return RegionPlace(tensor=name, handle=bytes(size))
+
+
 @pytest.fixture
 def ask(bindings):
     """Bind the lane's rows, or unbind them; return (settled, reason)."""
     held = HeldModel(0, "m", ModelSettings.model_validate({"factory": "tests.models:affine"}))
     held.spec = ModelSpec("m", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
-    inputs, outputs = ([RegionPlace(tensor=name, handle=bytes(HANDLE))] for name in "xy")
-    places = {"inputs": inputs, "outputs": outputs, "rows": 4}
 
-    def ask(*, end):
-        request = BindRequest(lane=0, lease=7, first=0, end=end, **({} if end else places))
+    def ask(*, end, first=0, **other):
+        places = {"inputs": [place("x")], "outputs": [place("y")], "rows": 4, **other}
+        request = BindRequest(lane=0, lease=7, first=first, end=end, **({} if end else places))
         reply = bindings.handle(request, LANE, held, ENGINES)
         return reply.settled, reply.reason
 
@@ -62,3 +66,65 @@ def test_a_late_answer_to_the_binding_does_not_settle_its_end(bindings, ask):
     for engine in ENGINES:
         bindings.answered(engine, 7, 0, ends=True, reason="")
     assert ask(end=True) == (True, "")
+
+
+REFUSED = {
+    "no rows": ({"rows": 0}, "cannot bind rows 0 to 0, expected some of 0 to 4"),
+    "a row behind the lane": ({"first": 1}, "cannot bind rows 1 to 5, expected some of 0 to 4"),
+    "bytes of an event": ({"event": bytes(HANDLE - 1)}, f"an event's handle has {HANDLE} bytes, {HANDLE - 1} came"),
+    "bytes of a handle": ({"outputs": [place("y", 3)]}, f"output 'y': a handle has {HANDLE} bytes, 3 came"),
+    "no input": ({"inputs": []}, "inputs none were bound, expected each of 'x' once"),
+    "an input twice": ({"inputs": [place("x"), place("x")]}, "inputs 'x', 'x' were bound, expected each of 'x' once"),
+    "an unknown output": ({"outputs": [place("z")]}, "outputs 'z' were bound, expected each of 'y' once"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_binding_that_does_not_fit_the_lane_or_the_model_is_refused_and_no_engine_hears_of_it(
+    bindings, ask, sent, what
+):
+    given, message = REFUSED[what]
+    with pytest.raises(Refused) as refused:
+        ask(end=False, **given)
+    assert message in str(refused.value) and sent == [] and bindings.of([0]) == []
+    assert ask(end=False, outputs=[place("y")], event=bytes(HANDLE)) == (False, "")
+
+
+def test_rows_are_bound_once_and_again_only_after_their_end(bindings, ask, sent):
+    ask(end=False, first=1, rows=2)
+    for first, rows, bound in ((0, 2, 1), (2, 2, 2)):
+        with pytest.raises(Refused, match=f"row {bound} is already bound: unbind it first"):
+            ask(end=False, first=first, rows=rows)
+    for first in (0, 3):  # those beside it
+        assert ask(end=False, first=first, rows=1) == (False, "")
+    assert ask(end=True, first=1) == (False, "")
+    with pytest.raises(Refused, match="row 1 is being unbound: try again") as refused:
+        ask(end=False, first=1, rows=2)
+    assert refused.value.code is Code.BUSY
+    for engine in ENGINES:
+        bindings.answered(engine, 7, 1, ends=True, reason="")
+    sent.clear()
+    assert ask(end=False, first=1, rows=2) == (False, "")
+    assert sent == [(engine, "bind") for engine in ENGINES]
+
+
+def test_an_engine_that_died_is_waited_for_no_more_and_its_successor_gets_the_bindings_of_its_models(bindings, ask):
+    ask(end=False, first=0, rows=1)
+    ask(end=False, first=1, rows=1)
+    bindings.answered(0, 7, 0, ends=False, reason="")
+    bindings.engine_died(1)
+    assert ask(end=False, first=0, rows=1) == (True, "") and ask(end=False, first=1, rows=1) == (False, "")
+    assert [order["first"] for order in bindings.of([0, 3])] == [0, 1] and bindings.of([3]) == []
+    ask(end=True, first=1)
+    assert [order["first"] for order in bindings.of([0])] == [0], "what is being unbound is bound by nobody anew"
+    for engine in ENGINES:
+        bindings.engine_died(engine)
+    assert ask(end=True, first=1) == (True, "")
+
+
+def test_the_bindings_of_a_lease_end_with_it(bindings, ask):
+    ask(end=False)
+    bindings.forget(8)
+    assert bindings.of([0])
+    bindings.forget(7)
+    assert bindings.of([0]) == [] and ask(end=True) == (True, "")
