@@ -25,29 +25,38 @@ def bindings(sent):
     return Bindings(lambda engine, kind, **fields: sent.append((engine, kind)))
 
 
-def place(name, size=HANDLE):
-    return RegionPlace(tensor=name, handle=bytes(size))
+def places(names, size=HANDLE):
+    return [RegionPlace(tensor=name, handle=name.encode() * size, offset=8) for name in names]
+
+
+VECTOR = TensorSpec("float32", (4,))
 
 
 @pytest.fixture
-def ask(bindings):
-    """Bind the lane's rows, or unbind them; return (settled, reason)."""
+def held():
     held = HeldModel(0, "m", ModelSettings.model_validate({"factory": "tests.models:affine"}))
-    held.spec = ModelSpec("m", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
+    held.spec = ModelSpec("m", {"x": VECTOR, "w": TensorSpec("uint8")}, {"y": VECTOR, "z": VECTOR})
+    return held
 
-    def ask(*, end, first=0, **other):
-        places = {"inputs": [place("x")], "outputs": [place("y")], "rows": 4, **other}
-        request = BindRequest(lane=0, lease=7, first=first, end=end, **({} if end else places))
-        reply = bindings.handle(request, LANE, held, ENGINES)
+
+@pytest.fixture
+def ask(bindings, held):
+    """Bind the lane's rows, or unbind them; return (settled, reason)."""
+
+    def ask(*, end, first=0, living=ENGINES, **other):
+        given = {"inputs": places("xw"), "outputs": places("yz"), "rows": 4, **other}
+        request = BindRequest(lane=0, lease=7, first=first, end=end, **({} if end else given))
+        reply = bindings.handle(request, LANE, held, living)
         return reply.settled, reply.reason
 
     return ask
 
 
-def test_a_binding_settles_when_every_engine_has_answered_and_so_does_its_end(bindings, ask, sent):
+@pytest.mark.parametrize("reasons", [("", "no such memory"), ("no such memory", "")])
+def test_a_binding_settles_when_every_engine_has_answered_and_so_does_its_end(bindings, ask, sent, reasons):
     assert ask(end=False) == (False, "")
-    bindings.answered(0, 7, 0, ends=False, reason="")
-    bindings.answered(1, 7, 0, ends=False, reason="no such memory")
+    for engine, reason in zip(ENGINES, reasons, strict=True):
+        bindings.answered(engine, 7, 0, ends=False, reason=reason)
     assert ask(end=False) == (True, "no such memory")
     assert ask(end=True) == (False, "")
     for engine in ENGINES:
@@ -72,10 +81,12 @@ REFUSED = {
     "no rows": ({"rows": 0}, "cannot bind rows 0 to 0, expected some of 0 to 4"),
     "a row behind the lane": ({"first": 1}, "cannot bind rows 1 to 5, expected some of 0 to 4"),
     "bytes of an event": ({"event": bytes(HANDLE - 1)}, f"an event's handle has {HANDLE} bytes, {HANDLE - 1} came"),
-    "bytes of a handle": ({"outputs": [place("y", 3)]}, f"output 'y': a handle has {HANDLE} bytes, 3 came"),
-    "no input": ({"inputs": []}, "inputs none were bound, expected each of 'x' once"),
-    "an input twice": ({"inputs": [place("x"), place("x")]}, "inputs 'x', 'x' were bound, expected each of 'x' once"),
-    "an unknown output": ({"outputs": [place("z")]}, "outputs 'z' were bound, expected each of 'y' once"),
+    "bytes of a handle": ({"outputs": places("yz", 3)}, f"output 'y': a handle has {HANDLE} bytes, 3 came"),
+    "no input": ({"inputs": []}, "inputs none were bound, expected each of 'x', 'w' once"),
+    "not all inputs": ({"inputs": places("x")}, "inputs 'x' were bound, expected each of 'x', 'w' once"),
+    "an input twice": ({"inputs": places("xwx")}, "inputs 'x', 'w', 'x' were bound, expected each of 'x', 'w' once"),
+    "no output": ({"outputs": []}, "outputs none were bound, expected each of 'y', 'z' once"),
+    "an unknown output": ({"outputs": places("ya")}, "outputs 'y', 'a' were bound, expected each of 'y', 'z' once"),
 }
 
 
@@ -87,7 +98,37 @@ def test_a_binding_that_does_not_fit_the_lane_or_the_model_is_refused_and_no_eng
     with pytest.raises(Refused) as refused:
         ask(end=False, **given)
     assert message in str(refused.value) and sent == [] and bindings.of([0]) == []
-    assert ask(end=False, outputs=[place("y")], event=bytes(HANDLE)) == (False, "")
+    assert ask(end=False, event=bytes(HANDLE)) == (False, "")
+
+
+def test_an_engine_hears_where_every_input_is_and_the_outputs_that_are_wanted(bindings, ask):
+    ask(end=False, first=1, rows=2, inputs=places("wx"), outputs=places("z"), event=b"e" * HANDLE)
+    x, w, z, event = ((name * HANDLE).encode().hex() for name in "xwze")
+    assert bindings.of([0]) == [
+        {
+            "lease": 7,
+            "first": 1,
+            "rows": 2,
+            "inputs": [["x", "float32", [4], x, 8], ["w", "uint8", [], w, 8]],
+            "outputs": [["z", "float32", [4], z, 8]],
+            "event": event,
+        }
+    ]
+
+
+@pytest.mark.parametrize("why", ["open", "group", "deterministic"])
+def test_a_model_that_reads_rows_one_by_one_takes_no_device_memory(ask, held, why):
+    if why == "open":
+        held.spec = ModelSpec("m", {"x": TensorSpec("float32", (-1,), capacity=4)}, {"y": VECTOR})
+    else:
+        held.settings = held.settings.model_copy(update={why: "g" if why == "group" else True})
+    with pytest.raises(Refused, match="'m' takes no device memory"):
+        ask(end=False)
+
+
+def test_without_a_living_engine_nothing_is_waited_for(bindings, ask):
+    assert ask(end=False, living=()) == ask(end=True, living=()) == (True, "")
+    assert ask(end=False, living=()) == (True, "") and len(bindings.of([0])) == 1
 
 
 def test_rows_are_bound_once_and_again_only_after_their_end(bindings, ask, sent):

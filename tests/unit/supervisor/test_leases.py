@@ -86,10 +86,11 @@ def test_an_engine_that_dies_need_not_confirm(world):
 
 
 def test_an_unused_grant_expires(world):
+    world.now = 5.0
     world.leases.grant(0, 10, 10)
-    world.now = GRACE - 0.1
+    world.now = 5.0 + GRACE
     assert world.leases.reclaim([]) == []
-    world.now = GRACE + 0.1
+    world.now = 5.0 + GRACE + 0.1
     assert len(world.leases.reclaim([])) == 1
     assert world.leases.grant(0, 10, 10)
 
@@ -131,6 +132,11 @@ def test_returned_rows_leave_no_unusable_gap(world):
     world.leases.grant(0, 8, 64)
     world.leases.release(probe.lane, probe.lease, [])
     assert world.leases.grant(0, 8, 64).rows == 8
+
+
+def test_a_single_row_is_the_last_of_its_gap(world):
+    single = world.leases.grant(0, 1, 10)
+    assert (single.first, single.engine, world.leases.grant(0, 9, 10).first) == (9, 0, 0)
 
 
 def test_rows_are_taken_from_the_smallest_gap_that_fits(world):
