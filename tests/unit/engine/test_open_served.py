@@ -416,6 +416,58 @@ def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(serve
         assert sessions.infer(x, reset=[True, False, True]).tolist() == [1, 128, 4]
 
 
+def test_of_requests_that_have_stepped_together_only_the_one_that_fails_later_is_failed(served):
+    """Their short rows are computed first, so that neither can be computed again; the long ones are then divided."""
+
+    class Sums(nn.Module):
+        def forward(self, x, x_lengths, total):
+            if len(x) > 1 and x.shape[1] == 64:
+                raise torch.OutOfMemoryError("out of memory")
+            if bool((x < 0).any()):
+                raise ValueError("negative")
+            total = total + x.sum(dim=1)
+            return total, total
+
+    number = TensorSpec("float32")
+    inputs = {"x": TensorSpec("float32", (-1,), capacity=64)}
+    model = served(ServedModel(Sums(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.0))
+    beats = []
+    served.servers[0].engine.slots[0].served.beat = lambda: beats.append(1)
+    short, long = np.ones(1, np.float32), np.ones(64, np.float32)
+    with model.sessions(6) as sessions:
+        tickets = [sessions.submit([short, sign * long], session=[i, i + 1]) for i, sign in ((0, 1), (2, -1), (4, 1))]
+        assert [tickets[i].result().outputs.tolist() for i in (0, 2)] == [[1, 64], [1, 64]]
+        with pytest.raises(ModelFailed, match="negative"):
+            tickets[1].result()
+        assert len(beats) == 4, "the engine shows that it lives before each of these forwards"
+        assert sessions.infer([short] * 4, session=[0, 1, 4, 5]).tolist() == [2, 65, 2, 65]
+
+
+def test_rows_of_unlike_sizes_that_are_too_many_for_the_memory_are_computed_in_smaller_batches_from_then_on(served):
+    class Hungry(nn.Module):
+        room, seen = 64, []
+
+        def forward(self, x):
+            self.seen.append(len(x))
+            if len(x) > self.room:
+                raise torch.OutOfMemoryError("out of memory")
+            return torch.stack([row.sum() for row in x])
+
+    hungry, inputs = Hungry(), {"x": TensorSpec("float32", (-1,), capacity=8)}
+    model = served(ServedModel(hungry, inputs, {"y": TensorSpec("float32")}, collate="list"))
+    model.infer([np.ones(1, np.float32)])
+    hungry.room = 2
+
+    def batches():
+        hungry.seen.clear()
+        tickets = [model.submit([np.ones(n, np.float32)]) for n in range(1, 9)]
+        assert [ticket.result().outputs.item() for ticket in tickets] == list(range(1, 9))
+        return hungry.seen
+
+    assert batches()[0] == 8
+    assert batches() == [2, 2, 2, 2]
+
+
 def test_a_batch_whose_later_rows_are_too_many_for_the_memory_loses_no_session(served):
     class Hungry(open_models.RunningSum):
         """Has memory for one row of 9 or more, and for none of 99."""
