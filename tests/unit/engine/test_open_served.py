@@ -266,6 +266,38 @@ def test_long_rows_are_computed_apart_so_that_a_batch_stays_within_its_bound(ser
     model.infer(["x" * n for n in (10, 90, 5, 60, 8, 90)])
     assert all(rows * longest <= 100 for rows, longest in seen), seen
     assert sum(rows for rows, _ in seen) == 6
+    seen.clear()
+    assert model.infer(["x" * 10] * 11).tolist() == [10] * 11
+    assert seen == [(10, 10), (1, 10)], "as many as there is room for"
+    seen.clear()
+    assert model.infer(["x" * n for n in [9] + [10] * 9]).tolist() == [9] + [10] * 9
+    assert seen == [(10, 10)]
+
+
+@pytest.mark.parametrize(("most", "forwards"), [(0, [4]), (20, [4]), (19, [3, 1])])
+def test_rows_that_a_module_takes_as_a_list_are_computed_together_up_to_its_bound(served, most, forwards):
+    seen = []
+
+    class Sums(nn.Module):
+        def forward(self, x):
+            seen.append(len(x))
+            return torch.stack([row.sum() for row in x])
+
+    inputs = {"x": TensorSpec("float32", (-1,), capacity=16)}
+    model = served(
+        ServedModel(Sums(), inputs, {"y": TensorSpec("float32")}, collate="list", max_elements=most), max_batch=8
+    )
+    seen.clear()
+    assert model.infer([np.ones(n, np.float32) for n in (2, 10, 3, 5)]).tolist() == [2, 10, 3, 5]
+    assert sorted(seen) == sorted(forwards)
+
+
+def test_tickets_of_long_rows_wait_for_a_later_batch(served):
+    model = served(open_models.recorded([], max_elements=100))
+    tickets = [model.submit(["x" * 40]) for _ in range(5)]
+    assert [ticket.result().outputs.item() for ticket in tickets] == [40] * 5
+    record = served.servers[0].engine.scoreboard.counters[0, 0]
+    assert (record["batches"], record["rows"]) == (3, 5)
 
 
 def test_one_client_with_long_rows_does_not_starve_those_with_short_ones():
@@ -611,6 +643,24 @@ def test_failed_rows_keep_their_sessions_state_and_the_others_continue(served, w
                 first.result()
             assert second.result().outputs.item() == 3
             np.testing.assert_array_equal(sessions.infer(ones, session=[0, 2]), [3, 4])
+
+
+def test_a_failed_row_among_rows_of_unlike_sizes_keeps_its_sessions_state(served):
+    class Careful(nn.Module):
+        def forward(self, x, x_lengths, total):
+            bad = dict.fromkeys(torch.nonzero(x[:, 0] < 0).flatten().tolist(), "negative")
+            total = total + x.sum(dim=1)
+            return RowErrors(bad, (total, total))
+
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (-1,), capacity=4)}
+    careful = ServedModel(Careful(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.9)
+    with served(careful).sessions(3) as sessions:
+        x = [np.ones(n, np.float32) for n in (1, 2, 3)]
+        assert sessions.infer(x).tolist() == [1, 2, 3]
+        with pytest.raises(RowFailed) as failed:
+            sessions.infer([x[0], -x[1], x[2]])
+        assert failed.value.errors == {1: "negative"}
+        assert sessions.infer(x).tolist() == [3, 4, 9]
 
 
 @pytest.mark.parametrize("device", ["host", "elsewhere"])

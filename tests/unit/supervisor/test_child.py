@@ -224,7 +224,9 @@ def test_a_process_that_does_not_stop_when_it_is_asked_to_is_killed(spawned, end
 )
 @pytest.mark.parametrize("standby", [True, False])
 def test_services_are_those_that_the_settings_ask_for(settings, roles, standby):
-    configuration = Configuration.model_validate({"server": {"http": "", **settings, "standby": standby}, "models": {}})
+    configuration = Configuration.model_validate(
+        {"server": {"http": "", "grpc": "", **settings, "standby": standby}, "models": {}}
+    )
     listening = {name: settings.get(name, "") for name in ("http", "grpc", "tcp")} | {"robots": {}, "dialects": {}}
     children = services(configuration, listening)
     assert [child.role for child in children] == roles
