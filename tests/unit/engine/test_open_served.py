@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -661,6 +662,60 @@ def test_a_failed_row_among_rows_of_unlike_sizes_keeps_its_sessions_state(served
             sessions.infer([x[0], -x[1], x[2]])
         assert failed.value.errors == {1: "negative"}
         assert sessions.infer(x).tolist() == [3, 4, 9]
+
+
+@pytest.mark.parametrize("device", ["host", "elsewhere"])
+def test_sessions_of_a_padded_batch_are_those_of_its_rows_and_the_padding_repeats_the_last(served, device):
+    seen = []
+
+    class Seen(open_models.RunningSum):
+        def forward(self, x, total):
+            seen.append(torch.stack((x[:, 0], total)).tolist())
+            return super().forward(x, total)
+
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (1,))}
+    start = {"total": torch.tensor(100.0)}
+    model = served(ServedModel(Seen(), inputs, {"y": number}, state={"total": number}, initial_state=start))
+    computed = served.servers[0].engine.slots[0].served
+    computed._states._host, computed.shapes = device == "host", (2, 5)
+    x = np.array([[1], [2], [3]], np.float32)
+    with model.sessions(3) as sessions:
+        assert sessions.infer(x).tolist() == [101, 102, 103]
+        assert sessions.infer(x, reset=[False, True, False]).tolist() == [102, 102, 106]
+        assert sessions.infer(x[:1], session=[2]).tolist() == [107]
+    assert seen == [
+        [[1, 2, 3, 3, 3], [100, 100, 100, 100, 100]],
+        [[1, 2, 3, 3, 3], [101, 100, 103, 103, 103]],
+        [[1, 1], [106, 106]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "came"),
+    [(lambda total: total[:, None], r"shape \[2, 1\]"), (lambda total: total[:1], r"shape \[1\]"), (list, "list")],
+)
+def test_a_state_that_does_not_match_the_spec_fails_the_batch_and_says_what_came(served, given, came):
+    class Odd(nn.Module):
+        def forward(self, x, total):
+            return x[:, 0], given(total)
+
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (1,))}
+    model = served(ServedModel(Odd(), inputs, {"y": number}, state={"total": number}))
+    with model.sessions(2) as sessions, pytest.raises(ModelFailed) as failed:
+        sessions.infer(np.ones((2, 1), np.float32))
+    assert re.search(rf"state 'total' came back as {came}, the spec promises \[2\]", str(failed.value))
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(torch.zeros(2), r"has shape \[2\], the spec says \[\]"), (torch.tensor(0.1, dtype=torch.float64), "float64")],
+)
+def test_an_initial_state_that_the_spec_cannot_hold_is_refused(served, start, said):
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (1,))}
+    module, state = open_models.RunningSum(), {"total": number}
+    with pytest.raises(ModelFailed, match=f"initial_state 'total' .*{said}"):
+        served(ServedModel(module, inputs, {"y": number}, state=state, initial_state={"total": start}))
+    served(ServedModel(module, inputs, {"y": number}, state=state, initial_state={"total": torch.tensor(0.5).double()}))
 
 
 @pytest.mark.parametrize("device", ["host", "elsewhere"])
