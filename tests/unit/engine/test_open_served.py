@@ -603,6 +603,18 @@ def test_steps_of_a_session_do_not_come_round_to_its_beginning(served):
         assert (code, values) == (Code.OK, [2])
 
 
+@pytest.mark.parametrize("away", [True, False])
+def test_states_move_with_a_model_that_sleeps_if_its_device_has_its_own_memory(served, away):
+    model = served(open_models.running_sum())
+    computed = served.servers[0].engine.slots[0].served
+    computed._away = away
+    with model.sessions(2) as sessions:
+        assert sessions.infer(np.array([[1], [2]], np.float32)).tolist() == [1, 2]
+        states = 128 * 4 if away else 0  # a number for each row of the arena; the module has no weights
+        assert computed.sleep() == states and computed.wake() == states
+        assert sessions.infer(np.ones((2, 1), np.float32)).tolist() == [2, 3]
+
+
 def test_sessions_are_counted_until_their_client_returns_them(served):
     model = served(open_models.running_sum())
     engine = served.servers[0].engine

@@ -466,6 +466,12 @@ class Slots:
     def __init__(self, scale):
         self.scale = scale
 
+    def times(self, x):
+        return self.scale * x
+
+    def plus(self, x):
+        return self.scale + x
+
 
 class Changed(torch.nn.Module):
     """A linear layer whose result is scaled by something that is no weight."""
@@ -488,6 +494,7 @@ class Changed(torch.nn.Module):
                 "object": lambda: SimpleNamespace(by=scale, at=torch.ones(2)),
                 "dataclass": lambda: Data(torch.full((2,), scale), lambda x: x),
                 "slots": lambda: Slots(scale),
+                "method": lambda: Slots(scale).times,
                 "generator": lambda: torch.Generator().manual_seed(int(scale)),
                 "numpy generator": lambda: np.random.default_rng(int(scale)),
                 "nan": lambda: [torch.tensor([scale, np.nan]), float("nan")],
@@ -498,13 +505,34 @@ class Changed(torch.nn.Module):
     "kind",
     [
         *("buffer", "tensor", "array", "list", "dict", "closure", "default", "partial", "object"),
-        *("dataclass", "slots", "generator", "numpy generator", "nan"),
+        *("dataclass", "slots", "method", "generator", "numpy generator", "nan"),
     ],
 )
 def test_whatever_a_model_computes_with_besides_its_weights_must_be_the_same(kind):
     require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 2.0))
     with pytest.raises(CannotGroup, match="its scale is .*, the group's first model has .*: only weights may differ"):
         require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: [2.0], lambda: (2.0,)),
+        (lambda: [2.0], lambda: [2.0, 2.0]),
+        (lambda: {"by": 2.0}, lambda: {"at": 2.0}),
+        (lambda: torch.ones(2), lambda: torch.ones(2).double()),
+        (lambda: Slots(2.0).times, lambda: Slots(2.0).plus),
+        (threading.Lock, threading.Lock),
+    ],
+    ids=["type", "length", "keys", "dtype", "method", "without comparable state"],
+)
+def test_values_that_are_unlike_or_cannot_be_compared_are_refused(one, other):
+    first, second = Changed("list", 2.0), Changed("list", 2.0)
+    first.scale, second.scale = one(), other()
+    with pytest.raises(CannotGroup, match="only weights may differ"):
+        require_alike("b", "g", first, second)
+    second.scale = first.scale
+    require_alike("b", "g", first, second)
 
 
 class Positional(torch.nn.Module):
