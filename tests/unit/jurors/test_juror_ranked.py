@@ -80,6 +80,15 @@ def test_the_jury_is_the_mean_of_the_ranked_juror_and_the_panel(photos):
         jury(share=1.5)
 
 
+@pytest.mark.parametrize(("share", "good"), [(-0.01, False), (0.0, True), (1.0, True), (1.01, False)])
+def test_the_ranked_jurors_share_is_between_nothing_and_all(share, good):
+    if good:
+        assert jury(share).module.share == share
+    else:
+        with pytest.raises(ValueError, match=f"share is {share}: expected 0 to 1"):
+            jury(share)
+
+
 def test_other_weights_are_served_from_their_file_and_a_file_of_something_else_is_refused(photos, tmp_path):
     torch.manual_seed(5)
     other = ranked(trained=False).module.eval()
