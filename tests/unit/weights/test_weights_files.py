@@ -306,6 +306,21 @@ def test_a_folder_without_weights_passes_to_a_channel_of_another_layout(make, st
     wait_until(lambda: model.saved == 1)
 
 
+def test_a_folder_passes_to_no_channel_of_another_layout_before_what_was_published_is_saved(
+    make, state, saver, tmp_path, monkeypatch
+):
+    def busy(files, timeout=1.0):
+        raise Timeout("a snapshot is being written")
+
+    monkeypatch.setattr(WeightsFiles, "save", busy)
+    model, channel = held(0, tmp_path), make(state)
+    keep(saver, model, channel)
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+    with pytest.raises(SpecMismatch, match="m0 keeps the weights of 'm0' as it is"):
+        saver.prepare(model, make({"w": torch.zeros(2)}), model.asked)
+
+
 def test_a_save_that_fails_is_not_repeated_at_once(make, state, saver, reports, tmp_path, monkeypatch):
     model, channel, tries = held(0, tmp_path), make(state), []
     save_files = WeightsFiles.save
