@@ -304,3 +304,138 @@ def test_counters_count_events(x):
         assert (record["requests"], record["rows"], record["failed"]) == (4, 16, 1)
         assert record["batch_rows"].sum() == record["batches"]
         assert record["request_ns"].sum() == record["queue_ns"].sum() == 4
+
+
+def test_the_scoreboard_names_the_model_that_is_computed_and_none_when_there_is_nothing_to_do(x):
+    """By this name a model is known that has ended its engine's process."""
+    seen = []
+
+    class Watching(torch.nn.Module):
+        def forward(self, observation):
+            seen.append(int(server.engine.scoreboard.engines["computing"][0]))
+            return observation + 1
+
+    models = {name: ServedModel(Watching(), VECTOR, {"action": TensorSpec("float32", (4,))}) for name in "ab"}
+    with InprocServer(models) as server:
+        assert server.engine.computed == ""
+        for name in "bab":
+            server.model(name).infer(x[:1])
+            assert server.engine.computed == name
+        assert seen == [2, 1, 2]
+        assert not server._turn() and server.engine.scoreboard.engines["computing"][0] == 0
+
+
+def test_batches_that_are_held_back_are_due_when_the_first_of_them_is(x):
+    now = 0
+    with InprocServer({"a": affine(), "b": affine(), "c": affine()}) as server:
+        engine = server.engine
+        engine._clock = engine._batches._clock = lambda: now
+        for slot, wait in zip(engine.slots.values(), (700, 400, 300), strict=True):
+            slot.queue.min_batch, slot.queue.max_wait_ns = 4, wait
+        now = time.monotonic_ns()
+        assert engine.ready_in() is None
+        tickets = [server.model(name).submit(x[:1]) for name in "ab"]
+        for slot in engine.slots.values():
+            engine._take_in(now)
+            slot.queue.waiting["submitted"] = now
+        assert engine.ready_in() == 400 and not engine.turn()
+        now += 399
+        assert engine.ready_in() == 1 and not engine.turn()
+        now += 1
+        with torch.inference_mode():
+            assert engine.ready_in() == 0 and engine.turn()
+        assert engine.ready_in() == 300 and not engine.turn()
+        now += 300
+        for ticket in tickets:
+            np.testing.assert_array_equal(ticket.result().outputs, 2 * x[:1] + 1)
+
+
+def test_a_model_that_rests_answers_that_it_sleeps_until_it_is_resumed(x):
+    with InprocServer({"a": affine(), "b": affine()}) as server:
+        a, b, engine = server.model("a"), server.model("b"), server.engine
+        waiting, other = a.submit(x[:1]), b.submit(x[:1])
+        engine._take_in(engine._clock())
+        slot = engine.slots[0]
+        assert engine.rest(0, "it sleeps") is slot and engine.resting(0) is slot and engine.resting(1) is None
+        assert engine.scoreboard.counters[0, 0]["waiting"] == 0
+        for ticket in (waiting, a.submit(x[:1])):
+            with pytest.raises(Refused, match="it sleeps") as asleep:
+                ticket.result()
+            assert asleep.value.code == Code.SLEEPING
+        assert engine.rest(0, "twice") is None
+        np.testing.assert_array_equal(other.result().outputs, 2 * x[:1] + 1)
+        engine.resume(0)
+        assert engine.resting(0) is None
+        np.testing.assert_array_equal(a.infer(x), 2 * x + 1)
+        engine.resume(0)
+
+
+def test_a_resting_model_that_is_unloaded_is_not_resumed_and_frees_its_number(x):
+    with InprocServer({"a": affine()}) as server:
+        a, engine = server.model("a"), server.engine
+        a.infer(x[:1])
+        engine.rest(0, "it sleeps")
+        engine.remove(0)
+        assert (engine.scoreboard.counters[0, 0] == np.zeros((), COUNTERS)).all()
+        engine.resume(0)
+        with pytest.raises(ModelNotFound, match="not served by this engine"):
+            a.infer(x[:1])
+
+
+def test_tickets_that_wait_for_a_model_follow_it_to_its_successor_in_the_same_arena_only(x):
+    with InprocServer({"a": affine()}, max_batch=4) as server:
+        model, engine = server.model("a"), server.engine
+        followed = model.submit(x[:2])
+        engine._take_in(engine._clock())
+        successor = engine.slots[0].served
+        engine.install(0, successor)
+        np.testing.assert_array_equal(followed.result().outputs, 2 * x[:2] + 1)
+        left = model.submit(x[:2])
+        engine._take_in(engine._clock())
+        engine.install(0, successor, arena=1)
+        assert engine.arena(0) == 1
+        with pytest.raises(Refused, match="not leased to the sender"):
+            left.result()
+        assert engine.scoreboard.counters[0, 0]["waiting"] == 0
+
+
+def test_answers_that_one_transport_cannot_send_keep_none_of_another_back(x):
+    reported = []
+    with InprocServer({"a": affine()}) as server:
+        server.engine._report = lambda event, **fields: reported.append((event, fields))
+        broken, good = server.model("a"), server.model("a")
+        tickets = [model.submit(x[:1]) for model in (broken, broken, good)]
+
+        def fail(*reply):
+            raise OSError("no room in the socket")
+
+        server.engine.transports[0].reply = fail
+        np.testing.assert_array_equal(tickets[-1].result().outputs, 2 * x[:1] + 1)
+    assert [(event, fields["error"]) for event, fields in reported] == [
+        ("answers not sent", "OSError: no room in the socket")
+    ]
+
+
+def test_each_transport_has_its_own_number_also_after_another_has_gone():
+    with InprocServer({"a": affine()}) as server:
+        engine, model = server.engine, server.model("a")
+        model.infer(np.zeros((1, 4), np.float32))
+        first, second, third = (Source() for _ in range(3))
+        engine.add_transport(first)
+        engine.add_transport(second)
+        engine.remove_transport(first)
+        engine.add_transport(third)
+        assert len({transport.number for transport in engine.transports}) == len(engine.transports) == 3
+
+
+class Source:
+    """A transport through which nothing comes."""
+
+    number = 0
+    slow = False
+
+    def collect(self, out):
+        return 0
+
+    def reply(self, *reply):
+        raise AssertionError("nobody asked")

@@ -1,6 +1,8 @@
 """Batches on a device of its own: begun, overlapped, finished. On the CPU, where every stream is done at once."""
 
+import threading
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -364,6 +366,46 @@ def test_a_publication_waits_for_the_copies_of_outputs_that_are_views_of_weights
             model.close()
             updater.join()
     assert arena.outputs["action"][:4, 0].tolist() == [1, 1, 100, 100]
+
+
+def test_an_error_that_stays_is_reported_again_after_a_while_and_another_one_at_once(monkeypatch):
+    now, reports = 100.0, []
+    monkeypatch.setattr(weights_updater, "time", SimpleNamespace(monotonic=lambda: now))
+    report = weights_updater.seldom(lambda event, **fields: reports.append((event, fields)))
+    for error, model in (("x", "a"), ("x", "b"), ("x", "a"), ("y", "a"), ("y", "a")):
+        report("weights not adopted", error=error, model=model)
+    assert [(fields["error"], fields["model"]) for _, fields in reports] == [("x", "a"), ("x", "b"), ("y", "a")]
+    report("another event", error="y", model="a")
+    assert len(reports) == 4
+    now = 100.0 + weights_updater._AGAIN - 0.1
+    report("weights not adopted", error="y", model="a")
+    assert len(reports) == 4
+    now = 100.0 + weights_updater._AGAIN
+    report("weights not adopted", error="y", model="a")
+    assert reports[4:] == [("weights not adopted", {"error": "y", "model": "a"})]
+    report("weights not adopted", error="y", model="a")
+    assert len(reports) == 5
+
+
+def test_what_an_action_in_the_loop_raises_is_raised_where_it_was_asked_for_and_none_is_run_after_the_stop():
+    stopped, done = threading.Event(), []
+
+    def broken():
+        raise ValueError("broken")
+
+    weights_updater.in_loop(lambda act: act(), lambda: done.append(1), stopped)
+    assert done == [1]
+    with pytest.raises(ValueError, match="broken"):
+        weights_updater.in_loop(lambda act: act(), broken, stopped)
+    kept = []
+
+    def later(act):
+        kept.append(act)
+        stopped.set()  # the loop has ended, and runs nothing more
+
+    weights_updater.in_loop(later, lambda: done.append(2), stopped)
+    kept[0]()
+    assert done == [1]
 
 
 def test_a_damaged_channel_is_reported_once_and_not_at_every_attempt(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 
 import numpy as np
@@ -183,3 +184,119 @@ def test_frequent_messages_are_logged_once_a_second_with_a_count():
     now[0] = 3.0
     limited("bad message", error="y")
     assert said[4:] == [("bad message", {"error": "y"})]
+
+
+def collected(transport, n=1):
+    """Wait until a number of tickets were collected; return their sequence numbers."""
+    out, found = np.zeros(64, TICKET), []
+
+    def enough():
+        found.extend(out["sequence"][: transport.collect(out)].tolist())
+        return len(found) >= n
+
+    wait_until(enough, 20)
+    return found
+
+
+def test_each_reply_goes_to_the_lane_and_lease_of_its_ticket_with_what_it_says(meeting):
+    transport, dealer, _ = meeting
+    lanes = dealer(lane_identity(1, 9)), dealer(lane_identity(2, 9)), dealer(lane_identity(1, 10))
+    for sequence, lane in enumerate(lanes, start=4):
+        lane.send(ticket(sequence))
+    collected(transport, 3)
+    answered = np.zeros(3, TICKET)
+    answered["lane"], answered["lease"], answered["sequence"] = [1, 2, 1], [9, 9, 10], [4, 5, 6]
+    transport.reply(answered[:2], Code.OK, 7, "")
+    transport.reply(answered[2:], Code.DRAINING, 0, "it stops")
+    frames = [lane.recv() for lane in lanes]
+    assert [frame[:2] for frame in frames] == [PREFIX] * 3
+    assert [PACK_REPLY.unpack_from(frame, 2) for frame in frames] == [
+        (4, 7, INCARNATION, Code.OK),
+        (5, 7, INCARNATION, Code.OK),
+        (6, 0, INCARNATION, Code.DRAINING),
+    ]
+    assert [frame[2 + PACK_REPLY.size :] for frame in frames] == [b"", b"", b"it stops"]
+
+
+def test_a_ticket_for_another_incarnation_is_dropped_and_counts_once_it_is_this_ones(meeting):
+    transport, dealer, reported = meeting
+    good = dealer(lane_identity(1, 9))
+    transport.renew(INCARNATION + 1)
+    good.send(ticket(4))
+    good.send(ticket(5)[:-8] + (INCARNATION + 1).to_bytes(8, "little"))
+    assert collected(transport) == [5] and reported == []
+    transport.renew(INCARNATION)
+    good.send(ticket(6))
+    assert collected(transport) == [6]
+    answered = np.zeros(1, TICKET)
+    answered["lane"], answered["lease"], answered["sequence"] = 1, 9, 6
+    transport.reply(answered, Code.OK, 0, "")
+    assert PACK_REPLY.unpack_from(good.recv(), 2)[2] == INCARNATION
+
+
+OTHER_VERSION = bytes([PREFIX[0], PREFIX[1] + 1])
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "text"),
+    [
+        ([b"short"], Code.PROTOCOL_MISMATCH, "5 bytes came that begin with b'short'"),
+        ([PREFIX + b"short"], Code.MALFORMED, "7 bytes in 1 frames came that are not a ticket"),
+        ([ticket(1) + b"x"], Code.MALFORMED, f"{len(ticket(1)) + 1} bytes in 1 frames came"),
+        ([ticket(1), b""], Code.MALFORMED, f"several frames came that are not a ticket: expected {len(ticket(1))} "),
+        ([OTHER_VERSION + ticket(1)[2:]], Code.PROTOCOL_MISMATCH, ""),
+    ],
+)
+def test_what_is_no_ticket_is_answered_with_the_reason_and_the_tickets_around_it_count(meeting, frames, code, text):
+    transport, dealer, reported = meeting
+    rude = dealer(lane_identity(1, 9))
+    rude.send(ticket(4))
+    rude.send_multipart(frames)
+    rude.send(ticket(5))
+    assert collected(transport, 2) == [4, 5]
+    frame = rude.recv()
+    assert PACK_REPLY.unpack_from(frame, 2) == (0, 0, INCARNATION, code)
+    said = frame[2 + PACK_REPLY.size :].decode()
+    assert text in said and [(event, fields["error"]) for event, fields in reported] == [("bad message", said)]
+
+
+def test_a_message_that_came_before_a_reply_was_sent_is_found_after_it(meeting):
+    """Sending takes the signal of the socket's descriptor with it."""
+    transport, dealer, _ = meeting
+    good, other = dealer(lane_identity(1, 9)), dealer(lane_identity(2, 9))
+    other.send(ticket(4))
+    collected(transport)
+    wait_until(lambda: not transport.pending(), 20)
+    assert transport.may_sleep()
+    good.send(ticket(5))
+    select.select([transport.fileno()], [], [], 20)
+    answered = np.zeros(1, TICKET)
+    answered["lane"], answered["lease"], answered["sequence"] = 2, 9, 4
+    transport.reply(answered, Code.OK, 0, "")
+    other.recv()
+    assert not transport.may_sleep() and collected(transport) == [5]
+
+
+def test_a_lanes_holder_that_connects_again_gets_its_answers(meeting):
+    transport, dealer, _ = meeting
+    first = dealer(lane_identity(1, 9))
+    first.send(ticket(4))
+    collected(transport)
+    again = dealer(lane_identity(1, 9))
+    again.send(ticket(5))
+    collected(transport)
+    answered = np.zeros(1, TICKET)
+    answered["lane"], answered["lease"], answered["sequence"] = 1, 9, 5
+    transport.reply(answered, Code.OK, 0, "")
+    assert PACK_REPLY.unpack_from(again.recv(), 2)[0] == 5
+
+
+def test_a_message_larger_than_any_ticket_ends_its_connection_and_is_not_kept(meeting):
+    transport, dealer, reported = meeting
+    rude, good = dealer(b"rude"), dealer(lane_identity(1, 9))
+    ended = rude.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    rude.send(bytes(5000))
+    assert ended.poll(20_000)
+    rude.disable_monitor()
+    good.send(ticket(4))
+    assert collected(transport) == [4] and reported == []

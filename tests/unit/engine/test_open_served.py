@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -266,6 +267,38 @@ def test_long_rows_are_computed_apart_so_that_a_batch_stays_within_its_bound(ser
     model.infer(["x" * n for n in (10, 90, 5, 60, 8, 90)])
     assert all(rows * longest <= 100 for rows, longest in seen), seen
     assert sum(rows for rows, _ in seen) == 6
+    seen.clear()
+    assert model.infer(["x" * 10] * 11).tolist() == [10] * 11
+    assert seen == [(10, 10), (1, 10)], "as many as there is room for"
+    seen.clear()
+    assert model.infer(["x" * n for n in [9] + [10] * 9]).tolist() == [9] + [10] * 9
+    assert seen == [(10, 10)]
+
+
+@pytest.mark.parametrize(("most", "forwards"), [(0, [4]), (20, [4]), (19, [3, 1])])
+def test_rows_that_a_module_takes_as_a_list_are_computed_together_up_to_its_bound(served, most, forwards):
+    seen = []
+
+    class Sums(nn.Module):
+        def forward(self, x):
+            seen.append(len(x))
+            return torch.stack([row.sum() for row in x])
+
+    inputs = {"x": TensorSpec("float32", (-1,), capacity=16)}
+    model = served(
+        ServedModel(Sums(), inputs, {"y": TensorSpec("float32")}, collate="list", max_elements=most), max_batch=8
+    )
+    seen.clear()
+    assert model.infer([np.ones(n, np.float32) for n in (2, 10, 3, 5)]).tolist() == [2, 10, 3, 5]
+    assert sorted(seen) == sorted(forwards)
+
+
+def test_tickets_of_long_rows_wait_for_a_later_batch(served):
+    model = served(open_models.recorded([], max_elements=100))
+    tickets = [model.submit(["x" * 40]) for _ in range(5)]
+    assert [ticket.result().outputs.item() for ticket in tickets] == [40] * 5
+    record = served.servers[0].engine.scoreboard.counters[0, 0]
+    assert (record["batches"], record["rows"]) == (3, 5)
 
 
 def test_one_client_with_long_rows_does_not_starve_those_with_short_ones():
@@ -416,6 +449,58 @@ def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(serve
         assert sessions.infer(x, reset=[True, False, True]).tolist() == [1, 128, 4]
 
 
+def test_of_requests_that_have_stepped_together_only_the_one_that_fails_later_is_failed(served):
+    """Their short rows are computed first, so that neither can be computed again; the long ones are then divided."""
+
+    class Sums(nn.Module):
+        def forward(self, x, x_lengths, total):
+            if len(x) > 1 and x.shape[1] == 64:
+                raise torch.OutOfMemoryError("out of memory")
+            if bool((x < 0).any()):
+                raise ValueError("negative")
+            total = total + x.sum(dim=1)
+            return total, total
+
+    number = TensorSpec("float32")
+    inputs = {"x": TensorSpec("float32", (-1,), capacity=64)}
+    model = served(ServedModel(Sums(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.0))
+    beats = []
+    served.servers[0].engine.slots[0].served.beat = lambda: beats.append(1)
+    short, long = np.ones(1, np.float32), np.ones(64, np.float32)
+    with model.sessions(6) as sessions:
+        tickets = [sessions.submit([short, sign * long], session=[i, i + 1]) for i, sign in ((0, 1), (2, -1), (4, 1))]
+        assert [tickets[i].result().outputs.tolist() for i in (0, 2)] == [[1, 64], [1, 64]]
+        with pytest.raises(ModelFailed, match="negative"):
+            tickets[1].result()
+        assert len(beats) == 4, "the engine shows that it lives before each of these forwards"
+        assert sessions.infer([short] * 4, session=[0, 1, 4, 5]).tolist() == [2, 65, 2, 65]
+
+
+def test_rows_of_unlike_sizes_that_are_too_many_for_the_memory_are_computed_in_smaller_batches_from_then_on(served):
+    class Hungry(nn.Module):
+        room, seen = 64, []
+
+        def forward(self, x):
+            self.seen.append(len(x))
+            if len(x) > self.room:
+                raise torch.OutOfMemoryError("out of memory")
+            return torch.stack([row.sum() for row in x])
+
+    hungry, inputs = Hungry(), {"x": TensorSpec("float32", (-1,), capacity=8)}
+    model = served(ServedModel(hungry, inputs, {"y": TensorSpec("float32")}, collate="list"))
+    model.infer([np.ones(1, np.float32)])
+    hungry.room = 2
+
+    def batches():
+        hungry.seen.clear()
+        tickets = [model.submit([np.ones(n, np.float32)]) for n in range(1, 9)]
+        assert [ticket.result().outputs.item() for ticket in tickets] == list(range(1, 9))
+        return hungry.seen
+
+    assert batches()[0] == 8
+    assert batches() == [2, 2, 2, 2]
+
+
 def test_a_batch_whose_later_rows_are_too_many_for_the_memory_loses_no_session(served):
     class Hungry(open_models.RunningSum):
         """Has memory for one row of 9 or more, and for none of 99."""
@@ -518,6 +603,18 @@ def test_steps_of_a_session_do_not_come_round_to_its_beginning(served):
         assert (code, values) == (Code.OK, [2])
 
 
+@pytest.mark.parametrize("away", [True, False])
+def test_states_move_with_a_model_that_sleeps_if_its_device_has_its_own_memory(served, away):
+    model = served(open_models.running_sum())
+    computed = served.servers[0].engine.slots[0].served
+    computed._away = away
+    with model.sessions(2) as sessions:
+        assert sessions.infer(np.array([[1], [2]], np.float32)).tolist() == [1, 2]
+        states = 128 * 4 if away else 0  # a number for each row of the arena; the module has no weights
+        assert computed.sleep() == states and computed.wake() == states
+        assert sessions.infer(np.ones((2, 1), np.float32)).tolist() == [2, 3]
+
+
 def test_sessions_are_counted_until_their_client_returns_them(served):
     model = served(open_models.running_sum())
     engine = served.servers[0].engine
@@ -559,6 +656,78 @@ def test_failed_rows_keep_their_sessions_state_and_the_others_continue(served, w
                 first.result()
             assert second.result().outputs.item() == 3
             np.testing.assert_array_equal(sessions.infer(ones, session=[0, 2]), [3, 4])
+
+
+def test_a_failed_row_among_rows_of_unlike_sizes_keeps_its_sessions_state(served):
+    class Careful(nn.Module):
+        def forward(self, x, x_lengths, total):
+            bad = dict.fromkeys(torch.nonzero(x[:, 0] < 0).flatten().tolist(), "negative")
+            total = total + x.sum(dim=1)
+            return RowErrors(bad, (total, total))
+
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (-1,), capacity=4)}
+    careful = ServedModel(Careful(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.9)
+    with served(careful).sessions(3) as sessions:
+        x = [np.ones(n, np.float32) for n in (1, 2, 3)]
+        assert sessions.infer(x).tolist() == [1, 2, 3]
+        with pytest.raises(RowFailed) as failed:
+            sessions.infer([x[0], -x[1], x[2]])
+        assert failed.value.errors == {1: "negative"}
+        assert sessions.infer(x).tolist() == [3, 4, 9]
+
+
+@pytest.mark.parametrize("device", ["host", "elsewhere"])
+def test_sessions_of_a_padded_batch_are_those_of_its_rows_and_the_padding_repeats_the_last(served, device):
+    seen = []
+
+    class Seen(open_models.RunningSum):
+        def forward(self, x, total):
+            seen.append(torch.stack((x[:, 0], total)).tolist())
+            return super().forward(x, total)
+
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (1,))}
+    start = {"total": torch.tensor(100.0)}
+    model = served(ServedModel(Seen(), inputs, {"y": number}, state={"total": number}, initial_state=start))
+    computed = served.servers[0].engine.slots[0].served
+    computed._states._host, computed.shapes = device == "host", (2, 5)
+    x = np.array([[1], [2], [3]], np.float32)
+    with model.sessions(3) as sessions:
+        assert sessions.infer(x).tolist() == [101, 102, 103]
+        assert sessions.infer(x, reset=[False, True, False]).tolist() == [102, 102, 106]
+        assert sessions.infer(x[:1], session=[2]).tolist() == [107]
+    assert seen == [
+        [[1, 2, 3, 3, 3], [100, 100, 100, 100, 100]],
+        [[1, 2, 3, 3, 3], [101, 100, 103, 103, 103]],
+        [[1, 1], [106, 106]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "came"),
+    [(lambda total: total[:, None], r"shape \[2, 1\]"), (lambda total: total[:1], r"shape \[1\]"), (list, "list")],
+)
+def test_a_state_that_does_not_match_the_spec_fails_the_batch_and_says_what_came(served, given, came):
+    class Odd(nn.Module):
+        def forward(self, x, total):
+            return x[:, 0], given(total)
+
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (1,))}
+    model = served(ServedModel(Odd(), inputs, {"y": number}, state={"total": number}))
+    with model.sessions(2) as sessions, pytest.raises(ModelFailed) as failed:
+        sessions.infer(np.ones((2, 1), np.float32))
+    assert re.search(rf"state 'total' came back as {came}, the spec promises \[2\]", str(failed.value))
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(torch.zeros(2), r"has shape \[2\], the spec says \[\]"), (torch.tensor(0.1, dtype=torch.float64), "float64")],
+)
+def test_an_initial_state_that_the_spec_cannot_hold_is_refused(served, start, said):
+    number, inputs = TensorSpec("float32"), {"x": TensorSpec("float32", (1,))}
+    module, state = open_models.RunningSum(), {"total": number}
+    with pytest.raises(ModelFailed, match=f"initial_state 'total' .*{said}"):
+        served(ServedModel(module, inputs, {"y": number}, state=state, initial_state={"total": start}))
+    served(ServedModel(module, inputs, {"y": number}, state=state, initial_state={"total": torch.tensor(0.5).double()}))
 
 
 @pytest.mark.parametrize("device", ["host", "elsewhere"])

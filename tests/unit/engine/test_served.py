@@ -77,6 +77,31 @@ def test_padding_is_never_a_row_that_the_model_cannot_bear():
     np.testing.assert_array_equal(outputs["y"], [7, 7, 7])
 
 
+@pytest.mark.parametrize("example", [None, lambda rows: {"x": np.full((rows, 2), 3, np.float32)}])
+def test_a_model_is_tried_with_the_smallest_and_the_largest_batch(example):
+    seen = []
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            seen.append((len(x), float(x.sum())))
+            return x[:, 0]
+
+    served, _ = asked(ServedModel(Watched(), {"x": TensorSpec("float32", (2,))}, {"y": NUMBER}))
+    served.warm_up(example)
+    assert seen == [(rows, rows * 6.0 if example else 0.0) for rows in (1, 8)]
+
+
+@pytest.mark.parametrize("spec", [TensorSpec("float32", (2,)), TensorSpec("float32", (-1,), capacity=2)], ids=str)
+def test_outputs_that_do_not_match_the_spec_are_noticed_when_a_model_is_tried(spec):
+    class Wide(nn.Module):
+        def forward(self, x, x_lengths=None):
+            return torch.zeros(len(x), 3)
+
+    served, _ = asked(ServedModel(Wide(), {"x": spec}, {"y": NUMBER}, collate="pad"))
+    with pytest.raises(ModelFailed, match="'y'"):
+        served.warm_up()
+
+
 class ByShape(nn.Module):
     """Answers as libraries do: a row's last bits are others in small batches, but of zeros they are the same."""
 

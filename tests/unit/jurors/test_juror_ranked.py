@@ -80,6 +80,15 @@ def test_the_jury_is_the_mean_of_the_ranked_juror_and_the_panel(photos):
         jury(share=1.5)
 
 
+@pytest.mark.parametrize(("share", "good"), [(-0.01, False), (0.0, True), (1.0, True), (1.01, False)])
+def test_the_ranked_jurors_share_is_between_nothing_and_all(share, good):
+    if good:
+        assert jury(share).module.share == share
+    else:
+        with pytest.raises(ValueError, match=f"share is {share}: expected 0 to 1"):
+            jury(share)
+
+
 def test_other_weights_are_served_from_their_file_and_a_file_of_something_else_is_refused(photos, tmp_path):
     torch.manual_seed(5)
     other = ranked(trained=False).module.eval()
@@ -240,6 +249,20 @@ def test_what_is_computed_from_shifted_planes_is_what_torch_defines(of):
         "luma": lambda: (_luma(planes), functional.conv2d(planes, torch.tensor([[[[0.299]], [[0.587]], [[0.114]]]]))),
     }[of]()
     torch.testing.assert_close(found, defined)
+
+
+def test_statistics_are_those_that_the_shipped_weights_were_trained_with():
+    """With others every score would be wrong and none would look so: these numbers change with new weights only."""
+    generator = np.random.default_rng(5)
+    coarse = torch.from_numpy(generator.integers(0, 256, (3, 3, 12, 12)).astype(np.float32))
+    smooth = functional.interpolate(coarse, (384, 384), mode="bicubic", align_corners=True) * 1.1 - 12
+    noise = torch.from_numpy(generator.normal(0, (2, 8, 20), (384, 384, 3, 3)).astype(np.float32))
+    pictures = (smooth + noise.permute(3, 2, 0, 1)).clamp(0, 255).permute(0, 2, 3, 1).round().to(torch.uint8)
+    found = statistics(pictures)
+    waves = torch.stack([torch.cos(torch.arange(found.shape[1]) * k) for k in (0.0, 0.7, 1.9)], dim=1)
+    expected = [[-326.607, -2.736, 11.573], [-317.806, -0.430, 11.014], [-310.616, -0.035, 8.765]]
+    torch.testing.assert_close(found @ waves, torch.tensor(expected), atol=0.01, rtol=0)
+    assert marks(ranked().module, pictures.numpy())["score"].tolist() == pytest.approx([0.4851, 0.4459, 0.4], abs=1e-3)
 
 
 def test_a_picture_can_be_improved_along_the_gradient_of_its_score(photos):

@@ -6,7 +6,7 @@ import pytest
 import zmq
 from tests.serving import wait_until
 
-from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, StatusRequest
+from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, SleepRequest, StatusRequest
 from jurybox.protocol.errors import Code, ModelFailed
 from jurybox.protocol.wire import PREFIX
 from jurybox.server.supervisor.control import ControlSocket
@@ -65,3 +65,24 @@ def test_every_exception_of_a_handler_is_answered(control_socket, error, code):
 @pytest.mark.parametrize("frames", [(b"",), (PREFIX,), (PREFIX, b"x" * 5000, b""), (PREFIX, b"12345678", b"", b"more")])
 def test_all_input_is_answered(control_socket, frames):
     assert control_socket(None, frames).code in (Code.MALFORMED, Code.PROTOCOL_MISMATCH)
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "said"),
+    [
+        ((b"",), Code.PROTOCOL_MISMATCH, "expected a Jurybox message"),
+        ((PREFIX,), Code.MALFORMED, "has 3 frames (prefix, 8 bytes, body), got 1"),
+        ((PREFIX, b"1234567", b""), Code.MALFORMED, "has 3 frames (prefix, 8 bytes, body), got 3"),
+        ((PREFIX, b"12345678", b"", b"more"), Code.MALFORMED, "has 3 frames (prefix, 8 bytes, body), got 4"),
+        ((PREFIX, b"12345678", b""), Code.MALFORMED, "unknown control request None"),
+        ((PREFIX, b"12345678", b"\xff"), Code.MALFORMED, "not a control request"),
+        (
+            (PREFIX, b"12345678", ControlRequest(sleep=SleepRequest(model="m")).SerializeToString()),
+            Code.MALFORMED,
+            "unknown control request 'sleep'",
+        ),
+    ],
+)
+def test_what_is_no_control_request_is_answered_with_what_is_wrong(control_socket, frames, code, said):
+    told = control_socket(None, frames)
+    assert told.code == code and said in told.message

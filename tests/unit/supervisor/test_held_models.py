@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from jurybox.protocol.errors import ModelNotFound, SpecMismatch
-from jurybox.protocol.scoreboard import Scoreboard
+from jurybox.protocol.errors import ModelNotFound, Refused, SpecMismatch
+from jurybox.protocol.scoreboard import MAX_MODELS, Scoreboard
 from jurybox.protocol.segment import Segment, segment_name
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.protocol.weights import WeightsLayout
@@ -303,3 +303,28 @@ def test_an_engine_that_dies_while_it_moves_weights_is_not_waited_for(served):
     served.engine_died(1)
     served.weights_moved(2, asleep=True, reason="")
     assert (served.state, served.settled) == ("sleeping", True)
+
+
+def test_a_server_that_is_full_takes_one_more_model_for_each_that_is_removed(models):
+    for number in range(MAX_MODELS):
+        assert models.add(f"m{number}", GOOD).index == number
+    with pytest.raises(Refused, match=f"the server has {MAX_MODELS} models, the most it can serve: unload one first"):
+        models.add("another", GOOD)
+    assert models.add("m5", BAD) is models.named("m5")
+    models._scoreboard.counters["requests"][:, 5] = 7
+    models.remove("m5")
+    assert models.add("another", GOOD).index == 5
+    assert not models._scoreboard.counters["requests"].any(), "these were the unloaded model's"
+
+
+@pytest.mark.parametrize(
+    ("pythons", "python", "only"),
+    [(["", ""], None, ()), (["", "p"], None, (0,)), (["", "p"], "p", (1,)), (["p", "p"], "p", ())],
+)
+def test_a_model_is_computed_by_the_engines_of_its_interpreter(pythons, python, only):
+    scoreboard = Scoreboard.create(segment_name("onlytest", "scoreboard"), 2, 0.0)
+    try:
+        models = Models("onlytest", scoreboard, Segment.create, pythons)
+        assert models.add("m", GOOD.model_copy(update={"python": python})).only == only
+    finally:
+        scoreboard.close()

@@ -1,7 +1,7 @@
 import pytest
 
 from jurybox.protocol.errors import Busy
-from jurybox.protocol.scoreboard import Scoreboard
+from jurybox.protocol.scoreboard import MAX_LANES, Scoreboard
 from jurybox.protocol.segment import segment_name
 from jurybox.server.supervisor.leases import GRACE, Leases
 
@@ -86,10 +86,11 @@ def test_an_engine_that_dies_need_not_confirm(world):
 
 
 def test_an_unused_grant_expires(world):
+    world.now = 5.0
     world.leases.grant(0, 10, 10)
-    world.now = GRACE - 0.1
+    world.now = 5.0 + GRACE
     assert world.leases.reclaim([]) == []
-    world.now = GRACE + 0.1
+    world.now = 5.0 + GRACE + 0.1
     assert len(world.leases.reclaim([])) == 1
     assert world.leases.grant(0, 10, 10)
 
@@ -131,3 +132,55 @@ def test_returned_rows_leave_no_unusable_gap(world):
     world.leases.grant(0, 8, 64)
     world.leases.release(probe.lane, probe.lease, [])
     assert world.leases.grant(0, 8, 64).rows == 8
+
+
+def test_a_single_row_is_the_last_of_its_gap(world):
+    single = world.leases.grant(0, 1, 10)
+    assert (single.first, single.engine, world.leases.grant(0, 9, 10).first) == (9, 0, 0)
+
+
+def test_rows_are_taken_from_the_smallest_gap_that_fits(world):
+    lanes = [world.leases.grant(0, rows, 11) for rows in (4, 2, 2, 3)]
+    for lane in (lanes[0], lanes[2]):
+        world.leases.release(lane.lane, lane.lease, [])
+    assert world.leases.grant(0, 2, 11).first == lanes[2].first
+    assert world.leases.grant(0, 3, 11).first == lanes[0].first
+
+
+def test_the_last_lane_is_granted_and_one_more_is_refused_with_the_numbers(world):
+    for _ in range(MAX_LANES):
+        world.leases.grant(0, 1, 2 * MAX_LANES)
+    with pytest.raises(Busy, match=f"no 2 .* {MAX_LANES} of the arena's {2 * MAX_LANES} .* {MAX_LANES} of {MAX_LANES}"):
+        world.leases.grant(0, 2, 2 * MAX_LANES)
+
+
+def test_a_retiring_lane_is_held_by_nobody_and_retires_once(world):
+    lane = world.leases.grant(0, 1, 10)
+    assert world.leases.held(lane.lane, lane.lease) is lane and world.leases.held(lane.lane, lane.lease + 1) is None
+    assert world.leases.release(lane.lane, lane.lease, [0]) is lane
+    world.now = GRACE + 0.1
+    assert world.leases.held(lane.lane, lane.lease) is None
+    assert world.leases.release(lane.lane, lane.lease, [0]) is None
+    assert world.leases.reclaim([0]) == world.leases.revoke(0, [0]) == []
+    assert world.leases.in_use() == [lane]
+
+
+def test_the_lanes_of_a_removed_arena_are_revoked_and_no_others(world, scoreboard):
+    first, other, second = (world.leases.grant(model, 1, 10) for model in (0, 1, 0))
+    assert world.leases.revoke(0, [3]) == [first, second]
+    assert [bool(scoreboard.lanes["lease"][lane.lane]) for lane in (first, other, second)] == [False, True, False]
+    world.leases.confirmed(first.lane, first.lease + 1, 3)  # of the lease before it
+    world.leases.confirmed(other.lane, other.lease, 3)  # it is not retiring
+    world.leases.engine_died(2)  # it was not asked
+    assert world.leases.in_use() == [first, other, second]
+    world.leases.engine_died(3)
+    assert world.leases.in_use() == [other]
+
+
+def test_a_retiring_lane_counts_no_more_for_its_engine(world):
+    def grant():
+        return world.leases.grant(0, 1, 10, engines=(0, 1))
+
+    first, second = grant(), grant()
+    world.leases.release(second.lane, second.lease, [1])
+    assert (first.engine, second.engine, grant().engine) == (0, 1, 1)

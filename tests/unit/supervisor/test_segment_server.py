@@ -1,5 +1,6 @@
 """Sealed memory passed over a socket: its size cannot change, and only its owner's user gets it."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -405,3 +406,58 @@ def test_missing_columns_are_errors_with_their_place(server, monkeypatch):
     np.testing.assert_array_equal(small.array("u1", (4,)), 0)
     small.close()
     assert directory().is_dir()
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "kind", "said"),
+    [
+        ("fcntl.fcntl", errno.EINVAL, SharedMemoryError, f"cannot create shared memory .* of {SIZE} bytes: Invalid"),
+        ("os.pipe2", errno.EMFILE, TooManyFiles, "cannot create the pipe of .*ulimit -n"),
+    ],
+)
+def test_a_segment_that_cannot_be_made_leaves_nothing_behind(server, monkeypatch, call, number, kind, said):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    name, before = segment_name(server.owner, "rings", 1), sorted(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        with pytest.raises(kind, match=said):
+            server.create_rings(name, SIZE)
+    assert sorted(os.listdir("/proc/self/fd")) == before and server.sizes() == {}
+    rings = server.create_rings(name, SIZE)
+    assert server.sizes() == {name: SIZE}
+    rings.close()
+    assert server.sizes() == {}
+
+
+def test_a_server_without_a_descriptor_says_so_and_keeps_none_of_those_that_it_had_opened(server, monkeypatch):
+    rings = server.create_rings(segment_name(server.owner, "rings", 1), SIZE)
+    opened, real = [], os.open
+
+    def second_fails(path, *arguments, **others):
+        if str(path).startswith("/proc/self/fd/"):
+            opened.append(path)
+            if len(opened) == 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *arguments, **others)
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", second_fails)
+        with pytest.raises(SharedMemoryError, match="has no descriptor left"):
+            ShmRings.attach(rings.segment.name)
+    wait_until(lambda: sorted(os.listdir("/proc/self/fd")) == before, 20)
+    ShmRings.attach(rings.segment.name).close()
+    rings.close()
+
+
+def test_a_server_that_was_closed_hands_out_nothing_and_may_be_closed_again():
+    server = SegmentServer(owner := secrets.token_hex(4))
+    segment = server.create(segment_name(owner, "arena", 1), SIZE)
+    server.close()
+    assert not socket_of(segment.name).exists() and server.sizes() == {}
+    with pytest.raises(SharedMemoryError):
+        Segment.attach(segment.name)
+    server.close()
+    segment.close()

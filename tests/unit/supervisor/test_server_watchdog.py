@@ -74,3 +74,12 @@ def test_a_pause_of_all_processes_is_no_hang(scene):
     assert scene.look() == [], "it has just come back, as all others have"
     assert scene.live(SILENCE - 1, engine=False, relay=False) == []
     assert len(scene.live(2, engine=False, relay=False)) == 2, "those who did not come back hang"
+
+
+def test_a_heartbeat_from_the_future_or_the_past_is_not_believed(scene):
+    scene.live(20)
+    scene.engines["heartbeat"] = int((scene.now + 3600) * 1e9)
+    assert scene.live(SILENCE - 0.5, engine=False) == []
+    scene.engines["heartbeat"] = 0
+    assert scene.live(0.5, engine=False) == []
+    assert scene.live(0.25, engine=False) == [f"engine-0 no sign of life for {SILENCE + 0.25:.1f} s"]

@@ -72,9 +72,13 @@ class Grouped:
         """The loop's thread is the test's: what comes from another waits for `between_turns`."""
         action() if threading.current_thread() is threading.main_thread() else self.actions.put(action)
 
-    def join(self, i: int) -> None:
+    def columns(self, i: int) -> tuple[dict, dict]:
+        arena = self.server._arenas[f"agent{i}"]
+        return arena.inputs, arena.outputs
+
+    def join(self, i: int, served: Served | None = None) -> None:
         engine, arena = self.server.engine, self.server._arenas[f"agent{i}"]
-        served = engine.slots[i].served
+        served = served or engine.slots[i].served
         self.groups.join(
             "agents", Member(i, served, arena.inputs, arena.outputs, self.channels[i], engine.counters(i)), None, int
         )
@@ -250,6 +254,31 @@ def test_a_member_leaves_and_returns_and_the_others_keep_their_versions(make):
     assert [replies[i].version for i in (0, 2)] == [0, 1]
     assert_its_own(replies[2], grouped.own[0], x)
     assert engine.slots[0] is served and 1 not in engine.slots
+
+
+def test_a_group_that_all_have_left_ends_and_the_next_member_begins_another(make):
+    grouped = make(2)
+    updater = grouped.server.engine.slots[0].updater
+    for i in (0, 1):
+        grouped.server.engine.remove(i)
+        grouped.groups.leave(i)
+    wait_until(lambda: not updater._thread.is_alive(), 20, "the end of the group's thread")
+    grouped.groups.leave(1)
+    served = Served("agent0", ServedModel(grouped.modules[0], VECTOR, OUTPUTS), *grouped.columns(0), 4)
+    grouped.join(0, served)
+    assert grouped.server.engine.slots[0].updater is not updater
+    x = rows(2)
+    assert_its_own(grouped.ask({0: x})[0], grouped.own[0], x)
+
+
+def test_models_of_other_specs_are_in_other_groups(make):
+    grouped = make(2)
+    finite = {**OUTPUTS, "value": TensorSpec("float32", finite=True)}
+    served = Served("agent1", ServedModel(grouped.modules[1], VECTOR, finite), *grouped.columns(1), 4)
+    before = grouped.server.engine.slots[1]
+    with pytest.raises(Refused, match="model 'agent1' cannot be in group 'agents': its spec differs from 'agent0''s"):
+        grouped.join(1, served)
+    assert grouped.server.engine.slots[1] is before
 
 
 def test_a_publication_that_is_being_written_does_not_bring_back_an_earlier_one(make):
@@ -437,6 +466,12 @@ class Slots:
     def __init__(self, scale):
         self.scale = scale
 
+    def times(self, x):
+        return self.scale * x
+
+    def plus(self, x):
+        return self.scale + x
+
 
 class Changed(torch.nn.Module):
     """A linear layer whose result is scaled by something that is no weight."""
@@ -459,6 +494,7 @@ class Changed(torch.nn.Module):
                 "object": lambda: SimpleNamespace(by=scale, at=torch.ones(2)),
                 "dataclass": lambda: Data(torch.full((2,), scale), lambda x: x),
                 "slots": lambda: Slots(scale),
+                "method": lambda: Slots(scale).times,
                 "generator": lambda: torch.Generator().manual_seed(int(scale)),
                 "numpy generator": lambda: np.random.default_rng(int(scale)),
                 "nan": lambda: [torch.tensor([scale, np.nan]), float("nan")],
@@ -469,13 +505,34 @@ class Changed(torch.nn.Module):
     "kind",
     [
         *("buffer", "tensor", "array", "list", "dict", "closure", "default", "partial", "object"),
-        *("dataclass", "slots", "generator", "numpy generator", "nan"),
+        *("dataclass", "slots", "method", "generator", "numpy generator", "nan"),
     ],
 )
 def test_whatever_a_model_computes_with_besides_its_weights_must_be_the_same(kind):
     require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 2.0))
     with pytest.raises(CannotGroup, match="its scale is .*, the group's first model has .*: only weights may differ"):
         require_alike("b", "g", Changed(kind, 2.0), Changed(kind, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: [2.0], lambda: (2.0,)),
+        (lambda: [2.0], lambda: [2.0, 2.0]),
+        (lambda: {"by": 2.0}, lambda: {"at": 2.0}),
+        (lambda: torch.ones(2), lambda: torch.ones(2).double()),
+        (lambda: Slots(2.0).times, lambda: Slots(2.0).plus),
+        (threading.Lock, threading.Lock),
+    ],
+    ids=["type", "length", "keys", "dtype", "method", "without comparable state"],
+)
+def test_values_that_are_unlike_or_cannot_be_compared_are_refused(one, other):
+    first, second = Changed("list", 2.0), Changed("list", 2.0)
+    first.scale, second.scale = one(), other()
+    with pytest.raises(CannotGroup, match="only weights may differ"):
+        require_alike("b", "g", first, second)
+    second.scale = first.scale
+    require_alike("b", "g", first, second)
 
 
 class Positional(torch.nn.Module):

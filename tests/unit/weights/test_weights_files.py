@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.serving import wait_until
 
-from jurybox.protocol.errors import Error, Refused, SpecMismatch
+from jurybox.protocol.errors import Error, Refused, SpecMismatch, Timeout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader
 
@@ -85,11 +85,54 @@ def test_a_damaged_file_is_passed_over_for_the_one_before_it(make, state, tmp_pa
     files.close()
     fresh = make(state)
     files = WeightsFiles(fresh, tmp_path)
-    assert files.restore(Publisher(fresh)) == 1
+    with Publisher(fresh) as publisher:
+        assert files.restore(publisher) == 1 and not files.due()
+        assert [saved.version for saved in files.saved] == [1] and files.last_version == 1
+        assert (tmp_path / "weights-000000000003.safetensors.damaged").read_bytes() == b"half a fi"
+        assert publisher.publish(state) == 2 and files.save() == 2, "their versions are saved again"
     assert caplog.text.count("passed over") == 2
+    (tmp_path / "weights-000000000002.safetensors").unlink()
     (tmp_path / "weights-000000000001.safetensors").write_bytes(b"")
     with pytest.raises(DamagedFile, match="every weights file .* move the folder away"):
         files.restore(Publisher(make(state)))
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])
+def test_at_least_every_version_and_one_file_are_kept(make, state, tmp_path, wrong):
+    with pytest.raises(ValueError, match=f"expected every >= 1 and keep >= 1, .*{next(iter(wrong))}=0"):
+        WeightsFiles(make(state), tmp_path, **wrong)
+    WeightsFiles(make(state), tmp_path, every=1, keep=1).close()
+
+
+def test_weights_restored_where_there_are_newer_ones_are_the_newest(make, state, tmp_path):
+    old, live = make(state), make(state)
+    with Publisher(old) as publisher:
+        publisher.publish(state, version=7)
+    save(old, tmp_path)
+    files = WeightsFiles(live, tmp_path)
+    with Publisher(live) as publisher:
+        publisher.publish(state, version=20)
+        assert files.restore(publisher) == live.newest == 21
+    files.close()
+
+
+def test_extra_values_are_described_in_the_manifest_and_whole_in_the_file(make, state, tmp_path):
+    channel = make(state)
+    extra = {"steps": [1, 2], "means": [np.arange(2.0), np.zeros(1)], "note": "x"}
+    with Publisher(channel) as publisher:
+        publisher.publish(state, extra=extra)
+    save(channel, tmp_path)
+    (row,) = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    assert row["extra"] == {"steps": [1, 2], "means": "list of 2", "note": "x"}
+
+
+def test_a_folder_whose_manifest_cannot_be_read_is_left_unlocked(make, state, tmp_path):
+    (tmp_path / "manifest.json").write_text("[")
+    for _ in range(2):
+        with pytest.raises(Error, match="move it away to begin anew"):
+            WeightsFiles(make(state), tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    WeightsFiles(make(state), tmp_path).close()
 
 
 def test_a_folder_belongs_to_one_at_a_time(make, state, tmp_path):
@@ -263,6 +306,21 @@ def test_a_folder_without_weights_passes_to_a_channel_of_another_layout(make, st
     wait_until(lambda: model.saved == 1)
 
 
+def test_a_folder_passes_to_no_channel_of_another_layout_before_what_was_published_is_saved(
+    make, state, saver, tmp_path, monkeypatch
+):
+    def busy(files, timeout=1.0):
+        raise Timeout("a snapshot is being written")
+
+    monkeypatch.setattr(WeightsFiles, "save", busy)
+    model, channel = held(0, tmp_path), make(state)
+    keep(saver, model, channel)
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+    with pytest.raises(SpecMismatch, match="m0 keeps the weights of 'm0' as it is"):
+        saver.prepare(model, make({"w": torch.zeros(2)}), model.asked)
+
+
 def test_a_save_that_fails_is_not_repeated_at_once(make, state, saver, reports, tmp_path, monkeypatch):
     model, channel, tries = held(0, tmp_path), make(state), []
     save_files = WeightsFiles.save
@@ -382,6 +440,105 @@ def test_the_end_waits_for_the_last_saves_and_says_so_meanwhile(make, state, sav
     files = WeightsFiles(channel, tmp_path / "m0")  # it is unlocked
     assert [saved.version for saved in files.saved] == [1]
     files.close()
+
+
+def test_a_load_is_told_what_was_restored_and_a_folder_that_does_not_fit_is_left_unlocked(make, state, saver, tmp_path):
+    model, earlier = held(0, tmp_path), make(state)
+    with Publisher(earlier) as publisher:
+        publisher.publish(state, version=41)
+    save(earlier, tmp_path / "m0")
+    with pytest.raises(SpecMismatch, match="doesn't fit weights channel"):
+        saver.prepare(model, make({"w": torch.zeros(2)}), model.asked)
+    channel = make(state)
+    assert keep(saver, model, channel) == channel.newest == model.saved == 41
+
+
+@pytest.mark.parametrize("how", ["no folder", "no channel"])
+def test_a_load_without_a_folder_or_publications_saves_nothing(make, state, saver, tmp_path, how):
+    model = held(0, tmp_path)
+    settings = model.asked.model_copy(update={"save_dir": ""}) if how == "no folder" else model.asked
+    channel = None if how == "no channel" else make(state)
+    assert saver.prepare(model, channel, settings) is None
+    saver.take_over(model, channel, settings)
+    saver.drop(model)
+    assert not saver.busy(model, settings) and saver._thread is None and list(tmp_path.iterdir()) == []
+
+
+def test_the_same_load_again_changes_only_how_often_it_is_saved(make, state, saver, tmp_path):
+    model, channel = held(0, tmp_path), make(state)
+    assert keep(saver, model, channel) is None
+    again = model.asked.model_copy(update={"save_every": 5, "save_keep": 2})
+    assert saver.prepare(model, channel, again) is None
+    saver.take_over(model, channel, again)
+    assert not saver.busy(model, again)
+    files = saver._saving[0].files
+    assert (files.every, files.keep, files.channel) == (5, 2, channel)
+
+
+def test_a_model_that_is_saved_elsewhere_leaves_what_it_had_published_in_its_first_folder(make, state, saver, tmp_path):
+    model, channel = held(0, tmp_path / "first"), make(state)
+    elsewhere = held(0, tmp_path / "second").asked
+    keep(saver, model, channel)
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+        saver.prepare(model, channel, elsewhere)
+        saver.take_over(model, channel, elsewhere)
+        wait_until(lambda: not saver.busy(model, model.asked), what="the last save in the first folder")
+        files = WeightsFiles(channel, tmp_path / "first" / "m0")  # it is unlocked
+        assert [saved.version for saved in files.saved] == [1]
+        files.close()
+        wait_until(lambda: model.saved == 1, what="the first save in the second folder")
+        with pytest.raises(Refused, match="another server keeps weights"):
+            WeightsFiles(channel, tmp_path / "second" / "m0")
+
+
+def test_folders_that_were_prepared_for_loads_are_unlocked_at_the_end(make, state, saver, tmp_path):
+    model, channel = held(0, tmp_path), make(state)
+    saver.prepare(model, channel, model.asked)
+    with pytest.raises(Refused):
+        WeightsFiles(channel, tmp_path / "m0")
+    saver.close()
+    WeightsFiles(channel, tmp_path / "m0").close()
+
+
+def test_a_publisher_in_the_middle_of_a_snapshot_is_no_failure(make, state, saver, reports, tmp_path, monkeypatch):
+    model, channel, tries, save_files = held(0, tmp_path), make(state), [], WeightsFiles.save
+
+    def busy_once(files, timeout=1.0):
+        tries.append(timeout)
+        if len(tries) == 1:
+            raise Timeout("a snapshot is being written")
+        return save_files(files, timeout)
+
+    monkeypatch.setattr(WeightsFiles, "save", busy_once)
+    keep(saver, model, channel)
+    with Publisher(channel) as publisher:
+        publisher.publish(state)
+    wait_until(lambda: model.saved == 1, what="the second try")
+    assert reports == []
+
+
+def test_a_last_save_that_fails_is_reported_and_unlocks_the_folder(make, state, saver, reports, tmp_path, monkeypatch):
+    models = held(0, tmp_path), held(1, tmp_path)
+    channels = make(state), make(state)
+    save_files = WeightsFiles.save
+
+    def fail(files, timeout=1.0):
+        if files.folder.name == "m0":
+            raise OSError(28, "No space left on device")
+        return save_files(files, timeout)
+
+    monkeypatch.setattr(WeightsFiles, "save", fail)
+    for model, channel in zip(models, channels, strict=True):
+        keep(saver, model, channel)
+        with Publisher(channel) as publisher:
+            publisher.publish(state)
+    saver.close()
+    assert reports and set(reports) == {"[Errno 28] No space left on device"}
+    for name, versions in (("m0", []), ("m1", [1])):
+        files = WeightsFiles(make(state), tmp_path / name)
+        assert [saved.version for saved in files.saved] == versions
+        files.close()
 
 
 def test_a_module_follows_the_channel(make):
