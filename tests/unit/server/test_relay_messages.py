@@ -43,7 +43,8 @@ class Front:
     """Clients that have sent `came` and read what is in `sent`."""
 
     def __init__(self):
-        self.came, self.sent, self.gone, self.unsent = deque(), [], set(), False
+        self.came, self.sent, self.gone = deque(), [], set()
+        self.room, self.unsent = True, False
         self._descriptor = os.eventfd(0)
 
     def fileno(self):
@@ -62,7 +63,7 @@ class Front:
         return bool(self.came)
 
     def has_room(self, client, size):
-        return True
+        return self.room
 
     def is_there(self, client):
         return client not in self.gone
@@ -141,6 +142,13 @@ class World:
 
     def call(self, sender=MINE, number=NUMBER, **request):
         self.say(PREFIX, number, ControlRequest(**request).SerializeToString(), sender=sender)
+
+    def turns(self, most=6000, until=lambda: False):
+        """Let the event loop turn, until a condition holds."""
+        for _ in range(most):
+            if until():
+                break
+            self.loop.run_until_complete(asyncio.sleep(0.001))
 
     def asked(self):
         """The calls that have reached the server: their numbers and requests."""
@@ -422,13 +430,27 @@ def test_while_it_drains_a_relay_takes_nothing_new_and_ends_when_every_answer_is
         assert [reply.error.code for reply in world.replies()] == [Code.DRAINING]
     world.call(status=StatusRequest())
     assert len(world.asked()) == 1, "other calls are passed on"
-    look = world.relay._look_whether_drained
-    look(lambda: drained.append(True))
     assert drained == []
     world.link.lanes[0].answers, world.front.unsent = True, True
     world.relay.look_after()
-    look(lambda: drained.append(True))
+    assert [(number, code) for number, _, code, _ in world.heads()] == [(5, Code.OK)]
+    world.turns(20)
     assert drained == [], "the client has not read it"
     world.front.unsent = False
-    look(lambda: drained.append(True))
+    world.turns(until=lambda: drained)
+    world.turns(20)
     assert drained == [True]
+
+
+def test_an_answer_without_room_is_sent_once_there_is_some(world):
+    lease = world.lease()
+    world.front.room = False
+    world.link.lanes[0].answers = True
+    for sequence in (5, 6):
+        world.say(record(lease.lease, sequence=sequence, first=sequence - 5), X)
+        world.turns(20)
+        assert world.heads() == []
+        world.front.room = True
+        world.turns(until=lambda: world.front.sent)
+        assert [(number, code) for number, _, code, _ in world.heads()] == [(sequence, Code.OK)]
+        world.front.room = False
