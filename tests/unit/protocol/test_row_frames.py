@@ -5,7 +5,7 @@ import pytest
 from google.protobuf.internal.encoder import _VarintBytes
 
 from jurybox.protocol import row_frames
-from jurybox.protocol.arena import Columns
+from jurybox.protocol.arena import LOAD, STORE, Columns
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 
@@ -127,11 +127,34 @@ def test_reasons_of_failed_rows_come_last_or_alone():
     alone = row_frames.reasons(source, 1, 2)
     np.testing.assert_array_equal(last, alone)
     row_frames.unpack_reasons(target, 3, 2, [memoryview(alone).cast("B")])
-    np.testing.assert_array_equal(target.reasons[3:], source.reasons[1:3])
+    frames = [memoryview(frame).cast("B") for frame in row_frames.packed(source, "outputs", 1, 2, failed=True)]
+    row_frames.unpack(target, "outputs", 0, 2, frames, failed=True)
+    for at in (3, 0):
+        np.testing.assert_array_equal(target.reasons[at : at + 2], source.reasons[1:3])
     for frames in ([], [memoryview(alone).cast("B")] * 2, [memoryview(alone).cast("B")[:-1]]):
         with pytest.raises(Error, match="came") as caught:
             row_frames.unpack_reasons(target, 3, 2, frames)
         assert caught.value.code == Code.SPEC_MISMATCH
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("inputs", LOAD), ("outputs", STORE)])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_state_goes_with_the_rows_of_which_one_loads_or_returns_it(kind, flag, wanted):
+    spec = ModelSpec("m", PLAIN.inputs, PLAIN.outputs, {"h": TensorSpec("float32", (2,))})
+    source, target = columns(spec), columns(spec)
+    state = [made.state_in if kind == "inputs" else made.state_out for made in (source, target)]
+    for made, value in zip(state, (3, 4), strict=True):
+        made["h"][...] = value
+    source.sessions["flags"][2] = flag if wanted else (LOAD | STORE) & ~flag
+    frames = [memoryview(np.frombuffer(frame, np.uint8)) for frame in row_frames.packed(source, kind, 1, 2)]
+    assert len(frames) == (2 + 1 + 1 if kind == "inputs" else 1 + 1)
+    row_frames.unpack(target, kind, 3, 2, frames)
+    assert (state[1]["h"][3:] == (3 if wanted else 4)).all()
+    assert (state[1]["h"][:3] == 4).all()
+    came = target.sessions["flags"][3:].tolist()
+    assert came == (source.sessions["flags"][1:3].tolist() if kind == "inputs" else [0, 0])
+    with pytest.raises(Error, match=f"{len(frames) - 1} frames came for {kind}, {len(frames)} were expected"):
+        row_frames.unpack(target, kind, 3, 2, frames[:-1])
 
 
 ROWS = [b"abc", b"", b"\0" * 300]
@@ -165,6 +188,8 @@ def test_byte_strings_whose_lengths_do_not_add_up_are_refused(data, n, most, why
 def test_sizes_come_back_from_their_text():
     sizes, counts = row_frames.extents_of_text("t", row_frames.extents_text([(1, 2), (0, 5)]), OPEN)
     assert (sizes, counts) == ([(1, 2), (0, 5)], [4, 0])
+    assert row_frames.extents_of_text("t", "0000000001,2", OPEN) == ([(1, 2)], [4])
+    assert len(row_frames.extents_of_text("t", "1,1;" * (row_frames.MOST_ROWS - 1) + "1,1", OPEN)[0]) == 65536
 
 
 @pytest.mark.parametrize(
