@@ -11,10 +11,11 @@ import pytest
 from jurybox import native
 from jurybox.client.transports import transport
 from jurybox.protocol import errors
+from jurybox.protocol.control_pb2 import ModelMessage
 from jurybox.protocol.errors import Code, error_for
 from jurybox.protocol.parameters import Parameter
 from jurybox.protocol.scoreboard import LANE
-from jurybox.protocol.spec import ModelSpec, TensorSpec, plain_specs, specs_from_plain
+from jurybox.protocol.spec import ModelSpec, TensorSpec, parameters_of, plain_specs, specs_from_plain, tell_spec
 from jurybox.protocol.wire import IDENTITY, PREFIX, TICKET, lane_identity, prefix_error
 
 ROOT = Path(__file__).parents[3]
@@ -135,8 +136,30 @@ def test_rows_of_zeros_are_rows_of_their_spec():
     assert [str(spec) for spec in (X, VARIED, TEXT)] == ["float32[2]", "uint8[-1, 3, -1] up to 30", "bytes up to 9"]
 
 
+def test_a_row_is_stored_in_its_shape_or_flat_with_its_capacity():
+    assert (X.stored_shape, VARIED.stored_shape, TEXT.stored_shape) == ((2,), (30,), (9,))
+    assert (X.row_bytes, VARIED.row_bytes, TEXT.row_bytes) == (8, 30, 9)
+    assert [row.shape for row in TensorSpec("uint8", (-1,), capacity=5000).zeros(1)] == [(32,)]
+
+
+def test_sizes_of_one_are_served_and_a_shape_is_kept_as_a_tuple():
+    assert TensorSpec("uint8", [1, 1]).shape == (1, 1)
+    assert TensorSpec("uint8", [1, 1]) == TensorSpec("uint8", (1, 1))
+
+
+def test_a_model_is_told_whole_in_a_message():
+    made = ModelSpec("m", {"x": VARIED, "k": ONE}, {"y": X}, {"h": ONE}, parameters={"p": Parameter("k", 0.5)})
+    message = ModelMessage()
+    tell_spec(message, made)
+    assert [(one.name, one.dtype, list(one.shape), one.capacity) for one in message.inputs] == [
+        ("x", "uint8", [-1, 3, -1], 30), ("k", "float32", [], 0),
+    ]  # fmt: skip
+    assert [one.name for one in (*message.outputs, *message.session_state)] == ["y", "h"]
+    assert parameters_of(message) == made.parameters
+
+
 def test_specs_survive_json():
-    specs = {"a": TensorSpec("uint8", (3, 4)), "b": TensorSpec("float32")}
+    specs = {"a": TensorSpec("uint8", (3, 4)), "b": TensorSpec("float32", finite=True), "c": VARIED}
     assert specs_from_plain(plain_specs(specs)) == specs
 
 
