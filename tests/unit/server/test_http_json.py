@@ -10,6 +10,7 @@ import pytest
 from jurybox.protocol.errors import Code, Error, Refused
 from jurybox.server.gateway.inference.http_json import body_of, request_of, whole
 from jurybox.server.gateway.inference.requests import InferResponse, Output
+from jurybox.server.gateway.inference.tensors import read_json
 
 X = {"name": "x", "shape": [2], "datatype": "FP32"}
 
@@ -164,3 +165,29 @@ def test_bytes_that_are_no_text_are_not_sent_as_json():
     ) as caught:
         body_of(InferResponse("m", "4", "", [Output("c", "BYTES", (1,), [b"\xff"])]), set(), all_binary=False)
     assert caught.value.code == Code.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "the body is no JSON"),
+        (b"[1]", "the body is a JSON list: expected an object"),
+        (b'{"a": 1', "the body is no JSON"),
+        (b"\xff", "the body is no JSON"),
+        (b"[" * 100_000, "the body is no JSON"),
+        (b"{" * 8193, "the JSON has 8193 {, expected at most 8192: send tensors as binary data"),
+        (b"[" * (2**20 + 1), "expected at most 1048576: send tensors as binary data"),
+        (b'"' * 65537, 'the JSON has 65537 ", expected at most 65536'),
+    ],
+)
+def test_json_that_is_no_object_or_has_too_many_parts_is_refused(body, why):
+    with pytest.raises(Error, match=why) as caught:
+        read_json(body)
+    assert caught.value.code == Code.MALFORMED
+
+
+def test_json_may_have_as_many_parts_as_the_limit_and_the_names_of_what_is_no_number():
+    assert len(read_json(b'{"a": [' + b"{}," * 8190 + b"{}]}")["a"]) == 8191
+    assert len(read_json(b'{"a": [' + b'"",' * 32766 + b'""]}')["a"]) == 32767
+    given = read_json(b'{"a": [NaN, Infinity, -Infinity, 1e999]}')["a"]
+    assert str(given) == "[nan, inf, -inf, inf]"
