@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,3 +90,21 @@ def test_it_finds_the_same_packages_as_pip() -> None:
     if told.returncode == 0:
         assert check_conflicts(installed()).level is Level.OK
     assert {"jurybox", "numpy", "protobuf"} <= set(installed())
+
+
+def test_of_a_package_that_is_there_twice_the_first_counts_and_a_broken_one_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = [("Some.Package", "2", ["numpy"]), ("some-package", "1", None), (None, "3", None), ("other", "4", None)]
+    made = [SimpleNamespace(metadata={"Name": name}, version=version, requires=asks) for name, version, asks in there]
+    made.append(SimpleNamespace(metadata=None, version="5", requires=None))
+    monkeypatch.setattr("jurybox.server.doctor.packages.distributions", lambda: made)
+    assert {name: (one.name, one.version) for name, one in installed().items()} == {
+        "some-package": ("Some.Package", "2"),
+        "other": ("other", "4"),
+    }
+
+
+def test_what_cannot_be_compared_is_no_conflict_and_may_be_asked_for() -> None:
+    assert check_conflicts(packages(protobuf=("not a version", []))).level is Level.OK
+    assert check_conflicts(packages(old=("1.0", ["protobuf===odd"]))).remedy == "pip install 'protobuf===odd,>=4.25'"
