@@ -256,6 +256,13 @@ def test_a_call_of_another_form_is_refused_and_does_not_reach_the_server(world, 
     assert world.asked() == []
 
 
+def test_a_name_that_no_model_has_does_not_reach_the_server(world):
+    for request in ({"lease": LeaseRequest(model="m" * 129)}, {"load": LoadRequest(model="m" * 129)}):
+        world.call(**request)
+        assert [reply.error.code for reply in world.replies()] == [Code.MODEL_NOT_FOUND]
+    assert world.asked() == []
+
+
 def test_a_ticket_is_answered_to_its_client_and_one_of_an_unknown_lease_is_stale(world):
     lease = world.lease()
     world.say(record(lease.lease), X)
