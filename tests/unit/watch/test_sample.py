@@ -155,6 +155,7 @@ def test_an_engine_that_is_dead_has_no_rates_and_nothing_waits_for_it(scene, sta
     ("event", "fields", "text"),
     [
         ("child died", {"role": "engine-0", "status": -9, "failures": 1}, "Engine 0 was killed by SIGKILL"),
+        ("child died", {"role": "relay", "status": -99, "failures": 1}, "Relay was killed by signal 99"),
         ("child died", {"role": "gateway", "status": 3, "failures": 1}, "Gateway ended with exit status 3"),
         (
             "client gone, rows taken back",
