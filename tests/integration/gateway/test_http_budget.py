@@ -20,6 +20,7 @@ from starlette.routing import Route
 from tests.serving import connection_of_h11, wait_until
 
 from jurybox.server.gateway import http_connection
+from jurybox.server.gateway.http_parsers import MOST_HEADERS
 from jurybox.server.gateway.http_server import HttpServer
 from jurybox.server.security import limits
 from jurybox.server.security.access import Access
@@ -299,3 +300,38 @@ def test_requests_before_what_is_no_request_are_answered_first(served, client, b
     first, _, rest = received.partition(b"computed")
     assert b" 400 " not in first and rest.count(b"HTTP/1.1 400 ") == 1
     assert rest.index(b"\r\n\r\n\0\0\0") < rest.index(b"HTTP/1.1 400 ")
+
+
+@contextlib.asynccontextmanager
+async def serving(protocol=None):
+    """A server in this loop, which has stopped at the end."""
+    app = Starlette(routes=[Route("/", lambda _: Response("x"))])
+    server = HttpServer("127.0.0.1:0", app, Access(max_message=MIB), protocol=protocol)
+    running = asyncio.create_task(server.run())
+    try:
+        yield server
+    finally:
+        server.stop()
+        assert await asyncio.wait_for(running, 60)
+
+
+async def test_a_client_between_two_requests_is_told_when_the_server_stops(protocol):
+    async with serving(protocol) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(asked("/"))
+        await reader.readuntil(b"\r\n\r\nx")
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize(("more", "status"), [(0, b"200"), (1, b"400")])
+async def test_a_head_may_have_as_many_bytes_as_the_limit_and_no_more(more, status):
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        fields = b"Host: localhost\r\nX: \r\n"
+        length = MOST_HEADERS - len(b"/") - len(fields) + more
+        head = b"GET / HTTP/1.1\r\n" + fields.replace(b"X: ", b"X: " + b"v" * length) + b"\r\n"
+        writer.write(head[:-100])  # below the limit of what is no complete head yet
+        writer.write(head[-100:])
+        assert (await reader.readline()).split()[1] == status
+        writer.close()

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jurybox.protocol.address import default_address, engine_address, ipc_path, out_of_reach, prepare_folder
+from jurybox.protocol.address import (
+    default_address,
+    engine_address,
+    ipc_path,
+    is_loopback,
+    out_of_reach,
+    prepare_folder,
+)
 from jurybox.protocol.errors import Refused
 
 
@@ -111,3 +118,22 @@ def test_a_missing_or_foreign_socket_is_named(tmp_path):
             [sys.executable, "-c", asked, f"ipc://{theirs}/engine"], capture_output=True, text=True, check=False
         )
     assert f"{theirs}/engine is closed to user 12345: run this process as the server's user" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "what"), [(0o750, "enter"), (0o701, "enter"), (0o720, "write to"), (0o702, "write to")]
+)
+def test_the_refusal_of_an_open_folder_says_what_others_may_do(tmp_path, mode, what):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(Refused, match=rf"others may {what} {tmp_path}/open \(mode {mode:04o}\): chmod 700"):
+        prepare_folder(tmp_path / "open")
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("", False), ("*", False),
+     ("0.0.0.0", False), ("192.0.2.1", False), ("localhost.example.org", False)],
+)  # fmt: skip
+def test_an_address_of_this_host_alone_is_known_by_its_number_or_as_localhost(host, ours):
+    assert is_loopback(host) == ours

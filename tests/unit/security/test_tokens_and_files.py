@@ -9,7 +9,16 @@ import pytest
 from pydantic import SecretStr
 
 from jurybox.server.security import access
-from jurybox.server.security.access import Access, Token, make_pair, read_pair, read_secret
+from jurybox.server.security.access import (
+    Access,
+    ClientConnection,
+    SecuritySettings,
+    Token,
+    make_pair,
+    public_keys,
+    read_pair,
+    read_secret,
+)
 from jurybox.server.settings.config import Configuration, InvalidConfig, ServerSettings, load_settings, require_servable
 
 SECRET = "0123456789abcdef-secret"
@@ -190,3 +199,134 @@ def test_a_transport_to_others_with_its_locks_opens():
     require_servable(
         Configuration.model_validate({"server": server, "models": {"a": {"factory": "a:b"}}}), insecure=False
     )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "why"),
+    [
+        ("", None),
+        ("robots_1.-", None),
+        ("x" * 100, None),
+        ("jury", "the server's own memory"),
+        ("jurybox-", "the server's own memory"),
+        ("jurybox-mine", "the server's own memory"),
+        ("x" * 101, "expected a prefix"),
+        ("a/b", "expected a prefix"),
+        ("\u00e9", "expected a prefix"),
+        ("a\n", "expected a prefix"),
+    ],
+)
+def test_a_prefix_of_clients_memory_is_never_one_of_the_servers_own(prefix, why):
+    if why is None:
+        assert SecuritySettings(shared_memory_prefix=prefix).shared_memory_prefix == prefix
+    else:
+        with pytest.raises(ValueError, match=why):
+            SecuritySettings(shared_memory_prefix=prefix)
+
+
+def test_a_secret_has_a_limit_and_a_token_a_least_length(tmp_path):
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_bytes(b"x" * (1 << 20))
+    assert len(read_secret(file)) == 1 << 20
+    file.write_bytes(b"x" * ((1 << 20) + 1))
+    with pytest.raises(ValueError, match="is larger than 1 MiB"):
+        read_secret(file)
+    file.write_text("0123456789abcdef\n")
+    assert SecuritySettings(token_file=str(file)).secret_token() == "0123456789abcdef"
+    for wrong in ("0123456789abcde", "0123456789 abcdef", "0123456789\tabcdef"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="at least 16 printable ASCII characters"):
+            SecuritySettings(token_file=str(file)).secret_token()
+    file.write_bytes(b"0123456789abcdef\xff")
+    with pytest.raises(ValueError, match="contains non-ASCII characters"):
+        SecuritySettings(token_file=str(file)).secret_token()
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    for wrong, why in (
+        ({"token": SECRET, "token_file": "x"}, "both set"),
+        ({"tls_cert": "x"}, "tls_cert and tls_key together"),
+        ({"tls_key": "x"}, "tls_cert and tls_key together"),
+        ({"curve_clients": "x"}, "without curve_key"),
+        ({"max_message_mib": 0}, "greater than or equal to 1"),
+        ({"max_message_mib": 1025}, "less than or equal to 1024"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            SecuritySettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "guarded"),
+    [
+        ({}, False),
+        ({"token": SECRET}, True),
+        ({"token_file": "x"}, True),
+        ({"tls_cert": "x", "tls_key": "y"}, True),
+        ({"curve_key": "x"}, False),
+    ],
+)
+def test_a_token_or_tls_guards_the_gateway(given, guarded):
+    assert SecuritySettings(**given).guarded == guarded
+
+
+def test_ports_that_others_reach_lack_what_is_not_set():
+    ports = {
+        "server.http": "0.0.0.0:80",
+        "server.grpc": "127.0.0.1:81",
+        "server.tcp": "[::1]:82",
+        "robots.arm.listen": "",
+    }
+    assert SecuritySettings().lacking(ports) == [
+        'server.http = "0.0.0.0:80" needs server.token_file and server.tls_cert'
+    ]
+    assert SecuritySettings(token=SECRET).lacking(ports) == ['server.http = "0.0.0.0:80" needs server.tls_cert']
+    assert SecuritySettings(token=SECRET, tls_cert="x", tls_key="y").lacking(ports) == []
+
+
+def test_the_gateway_gets_its_part_of_the_settings_and_the_limits_in_bytes(tmp_path):
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_bytes(b"the key")
+    (tmp_path / "cert").write_bytes(b"the chain")
+    files = {"tls_cert": str(tmp_path / "cert"), "tls_key": str(tmp_path / "key")}
+    settings = SecuritySettings(
+        token=SECRET, max_message_mib=3, shared_memory_prefix="r", cuda_shared_memory=True, **files
+    )
+    made = Access.of(settings)
+    assert made == Access(SECRET, files["tls_cert"], files["tls_key"], 3 << 20, "r", cuda_shared_memory=True)
+    assert made.tls() == (b"the key", b"the chain")
+    assert made.token.is_shown_by(f"Bearer {SECRET}")
+    assert (Access().tls(), Access().token) == (None, None)
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(ValueError, match="others can get at the secret"):
+        made.tls()
+
+
+@pytest.mark.parametrize(
+    ("peer", "near"),
+    [
+        (None, True),
+        ("", True),
+        ("/run/socket", True),
+        (("127.0.0.1", 5), True),
+        (("::1", 5, 0, 0), True),
+        (("::ffff:127.0.0.1", 5, 0, 0), True),
+        (("192.0.2.1", 5), False),
+        (("::ffff:192.0.2.1", 5, 0, 0), False),
+        (("no address", 5), False),
+    ],
+)
+def test_a_client_of_this_host_is_near(peer, near):
+    made = ClientConnection(peer)
+    assert (made.near, made.answered, made.quick) == (near, 0.0, False)
+
+
+def test_keys_of_clients_are_the_public_ones_of_a_folder(tmp_path):
+    for name in ("b", "a"):
+        make_pair(tmp_path / name)
+    assert public_keys(tmp_path) == [tmp_path / "a.key", tmp_path / "b.key"]
+    (tmp_path / "a.key").chmod(0o600)
+    with pytest.raises(ValueError, match="holds no pair of keys"):
+        read_pair(tmp_path / "a.key")
+    assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600 for name in ("a.key_secret", "b.key_secret"))
+    assert stat.S_IMODE((tmp_path / "b.key").stat().st_mode) & 0o600 == 0o600

@@ -18,6 +18,7 @@ from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
 from jurybox.server.frontend.coalescer import RequestCoalescer
 from jurybox.server.frontend.lanes import SharedLane
+from jurybox.server.frontend.returns import Returns
 from jurybox.server.gateway.inference.forms import Form
 from jurybox.server.gateway.inference.requests import InferRequest, Input
 from jurybox.server.security.access import ClientConnection
@@ -513,3 +514,74 @@ async def test_a_request_whose_caller_is_gone_keeps_neither_rows_nor_a_timer():
     assert len(together._waiting) <= 65
     running.cancel()
     asked[0].cancel()
+
+
+async def test_a_ticket_that_was_cancelled_fails_its_callers_and_no_later_request():
+    together, events = coalescer(Lane(asyncio.CancelledError()))
+    with pytest.raises(Refused, match="the ticket of model 'm' was given up") as caught:
+        await together.ask(ROW, 1, 60.0, 0)
+    assert caught.value.code == Code.STALE_LEASE
+    await turns()
+    assert not together.busy and events == ["idle"]
+    assert (await together.ask(ROW, 1, 60.0, 0))[1] == 7
+
+
+async def test_a_receiver_that_fails_costs_the_others_of_its_ticket_nothing():
+    class Failing:
+        """A receiver that cannot take its answer."""
+
+        def done(self):
+            return False
+
+        def set_result(self, answer):
+            raise ValueError("no room")
+
+        def set_exception(self, error):
+            self.error = error
+
+    together, events = coalescer(Brief())
+    failing, answer = Failing(), asyncio.get_running_loop().create_future()
+    puts = [together.put(ROW, 1, 60.0, 0, one) for one in (failing, answer)]
+    np.testing.assert_array_equal((await answer)[0]["y"], 2 * ROW["x"])
+    for put in puts:
+        put.over()
+    assert isinstance(failing.error, ModelFailed) and "no room" in str(failing.error)
+    assert events == ["idle"]
+
+
+async def test_a_ticket_that_waits_for_a_client_is_sent_when_that_client_leaves():
+    class Waiting(Returns):
+        def wait(self, waiting, computing=0):
+            return 60.0 if self.awaited else 0.0
+
+        def left(self, client):
+            self.awaited.remove(client)
+
+    returns = Waiting()
+    returns.awaited = ["gone"]
+    lane = Lane()
+    together = RequestCoalescer(lane, 8, lambda: None, lambda: None, returns=returns)
+    asking = asyncio.create_task(together.ask(ROW, 1, 60.0, 0, None, "here"))
+    await turns()
+    assert lane.tickets == 0
+    together.left("gone")
+    assert (await asking)[1] == 7
+
+
+async def test_rows_for_another_weights_version_or_beyond_the_free_rows_go_in_the_next_ticket():
+    went = []
+
+    class Noting(Lane):
+        free = 3
+
+        async def infer_reply_async(self, inputs, *, timeout, version):
+            went.append((len(inputs["x"]), version))
+            return await super().infer_reply_async(inputs, timeout=timeout, version=version)
+
+    lane = Noting()
+    together, _ = coalescer(lane)
+    two = {"x": np.ones((2, 2), np.float32)}
+    await asyncio.gather(
+        *(together.ask(two if n == 2 else ROW, n, 60.0, v) for n, v in ((1, 0), (2, 0), (1, 0), (1, 4)))
+    )
+    assert went == [(3, None), (1, None), (1, 4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +61,23 @@ def test_wishes_that_no_version_can_fulfil_get_another_remedy() -> None:
     assert "pip install --upgrade fastapi jurybox old" in finding.remedy
 
 
+def test_what_pip_can_mend_comes_before_what_no_version_mends() -> None:
+    finding = check_conflicts(packages(old=("1.0", ["protobuf<4"]), older=("1.0", ["numpy<2.1"])))
+    assert finding.remedy.startswith(
+        "pip install 'numpy<2.1,>=1.26'; no version suits all: protobuf for jurybox and old:"
+    )
+    alone = check_conflicts(packages(old=("1.0", ["protobuf<4"])))
+    assert alone.remedy.startswith(
+        "no version suits all: protobuf for jurybox and old: pip install --upgrade jurybox old"
+    )
+
+
+@pytest.mark.parametrize(("n", "rest"), [(4, ""), (5, "; and 1 more (pip check)")])
+def test_of_many_conflicts_some_are_named_and_the_others_counted(n: int, rest: str) -> None:
+    found = check_conflicts(packages(**{f"asker{i}": ("1.0", [f"numpy<2.{i}"]) for i in range(n)})).found
+    assert found == "; ".join(f"asker{i} 1.0 asks for numpy<2.{i}, 2.4.0 is installed" for i in range(4)) + rest
+
+
 def test_metadata_that_cannot_be_read_is_left_alone() -> None:
     broken = {"odd": ("not a version", ["what is this???"]), "asker": ("1", ["odd>=2"])}
     assert check_conflicts(packages(**broken)).level is Level.OK
@@ -72,3 +90,21 @@ def test_it_finds_the_same_packages_as_pip() -> None:
     if told.returncode == 0:
         assert check_conflicts(installed()).level is Level.OK
     assert {"jurybox", "numpy", "protobuf"} <= set(installed())
+
+
+def test_of_a_package_that_is_there_twice_the_first_counts_and_a_broken_one_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = [("Some.Package", "2", ["numpy"]), ("some-package", "1", None), (None, "3", None), ("other", "4", None)]
+    made = [SimpleNamespace(metadata={"Name": name}, version=version, requires=asks) for name, version, asks in there]
+    made.append(SimpleNamespace(metadata=None, version="5", requires=None))
+    monkeypatch.setattr("jurybox.server.doctor.packages.distributions", lambda: made)
+    assert {name: (one.name, one.version) for name, one in installed().items()} == {
+        "some-package": ("Some.Package", "2"),
+        "other": ("other", "4"),
+    }
+
+
+def test_what_cannot_be_compared_is_no_conflict_and_may_be_asked_for() -> None:
+    assert check_conflicts(packages(protobuf=("not a version", []))).level is Level.OK
+    assert check_conflicts(packages(old=("1.0", ["protobuf===odd"]))).remedy == "pip install 'protobuf===odd,>=4.25'"

@@ -72,3 +72,16 @@ def test_where_all_have_names_the_new_connection_is_ended(front):
 
             wait_until(ended, 20)
         assert len(front._named) == 8
+
+
+@pytest.mark.parametrize("sent", [2, 65, 200])
+def test_messages_that_the_descriptor_does_not_tell_of_are_news_until_all_are_received(front, sent):
+    with joined(front, b"client") as client:
+        client.sendall(b"\0\x01x" * sent)
+        received = []
+        wait_until(lambda: received.append(front.receive(len)) or received[-1] is not None, 20)
+        received = received[-1:]
+        while front.has_news():
+            received.append(front.receive(len))
+        assert received == [[b"client", b"x"]] * sent
+        assert front.receive(len) is None

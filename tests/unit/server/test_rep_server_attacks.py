@@ -22,11 +22,11 @@ MIB = 1 << 20
 
 
 @contextlib.asynccontextmanager
-async def serving(answer):
+async def serving(answer, turns=Turns):
     """A server whose largest message has a MiB, its address and its budget."""
     listener, budget = listen("127.0.0.1:0", "robots.x.listen"), budget_of(MIB)
     server = RepServer(
-        listener, MIB, budget, ROBOTS, Doors(), Turns(),
+        listener, MIB, budget, ROBOTS, Doors(), turns(),
         begin=lambda _: None, answer=answer, refused=lambda error: str(error).encode(),
     )  # fmt: skip
     server.start()
@@ -126,3 +126,27 @@ async def test_requests_that_nobody_will_answer_are_returned_with_their_connecti
             await until(lambda: budget.held(RECEIVED) == 0)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("rest", [0.0, 0.001])
+async def test_more_messages_than_are_read_in_a_turn_are_read_without_another_one_coming(monkeypatch, rest):
+    """Of 200 at once the last were received with the first, so the connection's descriptor tells nothing more."""
+    monkeypatch.setattr("jurybox.server.gateway.rep_server._TICK", 3600.0)
+
+    class Resting(Turns):
+        def rest(self, who, owed, since=None):
+            return rest if since is None else 0.0
+
+    async def answer(_peer, body):
+        return b"well"
+
+    async with serving(answer, Resting) as (_, where, _):
+        with joined(where) as many:
+            many.sendall(request(b"one") * 200)
+            received = bytearray()
+
+            def all_answered():
+                received.extend(many.recv(1 << 16))
+                return received.count(b"well") + received.count(b"wait for their answers") >= 200
+
+            await until(all_answered)

@@ -280,3 +280,116 @@ async def test_a_fault_of_a_rep_server_is_answered_too():
     await asyncio.to_thread(ask)
     await server.stop()
     assert b"the gateway failed at this request" in found[0] and found[1] == b"well"
+
+
+def rows(spec, value):
+    """What a model with one input of this spec gets for a value."""
+    return rows_of({"x": value}, ModelSpec("arm", {"x": spec}, {"a": spec})).values["x"]
+
+
+FRAME, FRAMES = TensorSpec("uint8", (4, 5, 3)), TensorSpec("uint8", (1, 4, 5, 3))
+PIXELS = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+
+
+@pytest.mark.parametrize("spec", [FRAME, FRAMES], ids=["picture", "frames"])
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("made", ["as it is", "channels first", "floats"])
+def test_a_picture_may_come_with_its_channels_first_and_as_floats_and_be_the_only_frame(spec, batch, made):
+    given = {
+        "as it is": PIXELS,
+        "channels first": np.moveaxis(PIXELS, -1, 0),
+        "floats": (PIXELS / 255 + 1e-6).astype(np.float32),
+    }[made]
+    if batch and spec is FRAMES:
+        given = given[None]  # the batch axis; behind it a single frame
+    (found,) = rows(spec, given[None] if batch else given)
+    assert (found.shape, found.dtype) == (spec.shape, np.uint8)
+    np.testing.assert_array_equal(found.reshape(4, 5, 3), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "pixels"), [(0.0, 1.0, [0, 255]), (-0.01, 1.0, None), (0.0, 1.01, None), (0.0, np.nan, None)]
+)
+def test_floats_of_a_picture_are_from_0_to_1(low, high, pixels):
+    given = np.full((4, 5, 3), low, np.float32)
+    given[0, 0, 0] = high
+    if pixels is None:
+        with pytest.raises(SpecMismatch, match="expected floats from 0 to 1, came .*: send uint8"):
+            rows(FRAME, given)
+    else:
+        (found,) = rows(FRAME, given)
+        assert sorted(set(found.ravel().tolist())) == pixels
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 3), (3, 5, 4), (4, 5), (4, 5, 4), (2, 2, 4, 5, 3)])
+def test_a_picture_of_another_form_is_refused_with_its_shape(shape):
+    with pytest.raises(SpecMismatch) as caught:
+        rows(FRAME, np.zeros(shape, np.uint8))
+    assert f"came uint8{list(shape)}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [
+        ("uint8", np.array([0, 255], np.int64), [0, 255]),
+        ("uint8", np.array([0, 256], np.int64), None),
+        ("uint8", np.array([-1, 0], np.int64), None),
+        ("int8", np.array([-128, 127], np.int16), [-128, 127]),
+        ("int8", np.array([-129, 0], np.int16), None),
+        ("int64", np.array([1.0, 2.0]), None),
+        ("int32", np.array([True, False]), None),
+        ("float32", np.array([1, 2], np.int8), [1, 2]),
+        ("float32", np.array([1e300, 0.0]), None),
+        ("float32", np.array([np.inf, -np.inf]), [np.inf, -np.inf]),
+        ("float32", [1, 2.5], [1, 2.5]),
+        ("int64", [1, 2], [1, 2]),
+        ("int64", [1, 2.0], None),
+        ("float32", [1, "2"], None),
+        ("float32", "12", None),
+        ("float32", np.array(["1", "2"]), None),
+    ],
+)
+def test_numbers_are_converted_where_they_keep_their_meaning(dtype, given, expected):
+    if expected is None:
+        with pytest.raises(SpecMismatch, match="'x' of the observation"):
+            rows(TensorSpec(dtype, (2,)), given)
+    else:
+        (found,) = rows(TensorSpec(dtype, (2,)), given)
+        assert (found.dtype, found.tolist()) == (np.dtype(dtype), expected)
+
+
+def test_a_single_number_is_that_of_every_row_and_entries_that_are_no_inputs_are_ignored():
+    spec = ModelSpec("arm", {"speed": TensorSpec("float32", ()), "s": TensorSpec("float32", (2,))}, {"a": NUMBERS})
+    found = rows_of({"speed": 0.5, "s": np.ones((3, 2)), "other": {"deep": "x"}}, spec)
+    assert (found.n, found.batched, list(found.values)) == (3, True, ["speed", "s"])
+    assert [float(one) for one in found.values["speed"]] == [0.5] * 3
+    with pytest.raises(SpecMismatch, match="needs speed, s; s is missing: came other/deep, speed"):
+        rows_of({"speed": 0.5, "other": {"deep": "x"}}, spec)
+    with pytest.raises(SpecMismatch, match="speed, s is missing: came nothing"):
+        rows_of({}, spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("lift", b"lift"),
+        (b"lift", b"lift"),
+        (["lift"], b"lift"),
+        ([["lift"]], b"lift"),
+        (np.array("lift"), b"lift"),
+        (np.array(["lift"]), b"lift"),
+        ("x" * 20, b"x" * 20),
+        ("x" * 21, "expected at most 20 bytes, came 21"),
+        (["a", "b"], "expected one text, came a list of 2"),
+        ([], "expected one text, came a list of 0"),
+        (7, "expected text, came int"),
+        ([7], "expected text, came int"),
+    ],
+)
+def test_a_text_may_be_alone_or_the_only_item_of_a_list(given, expected):
+    spec = ModelSpec("arm", {"text": TensorSpec("bytes", capacity=20)}, {"a": NUMBERS})
+    if isinstance(expected, bytes):
+        assert rows_of({"text": given}, spec).values["text"] == [expected]
+    else:
+        with pytest.raises(SpecMismatch, match=expected):
+            rows_of({"text": given}, spec)

@@ -12,8 +12,9 @@ from tests.loops import turns
 
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol.errors import Code
-from jurybox.server.frontend.requests import Steps
+from jurybox.server.frontend.requests import GET, SET, Steps
 from jurybox.server.frontend.sequences import Sequences, SequenceTurn
+from jurybox.server.security.limits import CALLER
 
 
 class Lanes:
@@ -333,3 +334,86 @@ async def test_a_lane_lost_in_flight_is_the_right_error(gateway, lanes):
         await gateway.step("a", 2)
     with pytest.raises(SessionLost):
         await gateway.step("a", 3)
+
+
+async def test_of_sessions_that_the_engine_has_lost_the_others_may_repeat_the_step(gateway, lanes):
+    await gateway.ours({0: 0, 1: 0, 2: 0}, ["a", "b", "c"])
+    slot = next(slot for slot, state in lanes.states.items() if state == ["b"])
+    lanes.fail["x"] = SessionLost("its engine ended", sessions=[slot])
+    with pytest.raises(SessionLost) as lost:
+        await gateway.ours({0: 1, 1: 1, 2: 1}, ["x", "x", "x"])
+    assert lost.value.sessions == [1]
+    with pytest.raises(SessionLost):
+        await gateway.ours({1: 1}, ["y"])
+    assert await gateway.ours({0: 1, 2: 1}, ["d", "f"]) == [["a", "d"], ["c", "f"]]
+
+
+async def test_a_request_has_a_row_for_each_sequence_and_no_more_than_a_batch(lanes, clock):
+    gateway = Gateway(lanes, clock, rows=16)
+    assert len(await gateway.ours(dict.fromkeys(range(8), 0), "abcdefgh")) == 8
+    with pytest.raises(SpecMismatch, match="9 rows came for 9 sequences: expected 1 row each, at most 8 in all"):
+        await gateway.ours(dict.fromkeys(range(9), 0), "abcdefghi")
+    with pytest.raises(SpecMismatch, match="1 rows came for 2 sequences"):
+        await gateway.ours({0: 0, 1: 0}, "a")
+    with SequenceTurn(gateway.sequences, "m", Steps((("s",),), (0,), False)) as turn:
+        with pytest.raises(SpecMismatch, match="2 rows came for a sequence, which takes one row per request"):
+            await turn.infer(lanes, gateway.held, "ab", 2, time.monotonic() + 5, 0)
+
+
+@pytest.mark.parametrize(("state", "given"), [(GET, None), (SET, ["new"])])
+async def test_a_state_is_read_or_replaced_in_the_order_of_the_steps(gateway, lanes, state, given):
+    came = []
+
+    async def exchange_state(held, slots, begin, inputs, seconds):
+        came.append((slots, begin, inputs))
+        return {"h": "its state"}
+
+    lanes.exchange_state = exchange_state
+    await gateway.step("a", 1, start=True)
+    (slot,) = lanes.states
+    with SequenceTurn(gateway.sequences, "m", Steps((("a",),), (None,), False)) as turn:
+        answer = await turn.infer(lanes, gateway.held, ["new"], 1, time.monotonic() + 5, 0, state)
+    assert (answer, came) == (({"h": "its state"}, 0), [([slot], [False], given)])
+    assert await gateway.step("a", 2) == [1, 2]
+
+
+async def test_a_connection_holds_no_more_sequences_than_its_share_and_others_have_theirs(lanes, clock):
+    gateway = Gateway(lanes, clock, rows=7)
+    gateway.sequences = Sequences(60.0, clock, 0.5)
+    gateway.held.free.remove(6)  # the lane's own
+
+    async def step(caller, name, **options):
+        CALLER.set(caller)
+        return await gateway.step(name, 0, **options)
+
+    for name in (1, 2, 3):
+        await asyncio.create_task(step("one", name, start=True))
+    with pytest.raises(Busy, match="holds 3 sequences of model 'm', and asks for 1 more, expected at most 3 at once"):
+        await asyncio.create_task(step("one", 4, start=True))
+    await asyncio.create_task(step("two", 5, start=True))
+    assert dict(gateway.held.callers) == {"one": 3, "two": 1}
+    await asyncio.create_task(step("one", 1, end=True))
+    await asyncio.create_task(step("one", 4, start=True))
+    clock.now += 60  # of those that were idle none is held any more
+    await asyncio.create_task(step("one", 6, start=True))
+    assert dict(gateway.held.callers) == {"one": 1}
+
+
+async def test_a_sequence_whose_answer_was_lost_goes_on_only_when_it_is_started_again(gateway):
+    await gateway.step("a", 1, start=True)
+    gateway.sequences.lose("m", "a")
+    gateway.sequences.lose("m", "never began")
+    for _ in range(2):
+        with pytest.raises(SessionLost):
+            await gateway.step("a", 2)
+    assert await gateway.step("a", 3, start=True) == [3]
+
+
+async def test_the_end_of_a_client_waits_for_its_steps_in_flight(gateway, lanes):
+    lanes.gate = asyncio.Event()
+    asked = asyncio.create_task(gateway.ours({0: 0}, ["a"], client="one"))
+    await turns()
+    gateway.sequences.over("m", "one")
+    assert len(gateway.held.free) == 3, "nobody else gets the row that is written to"
+    lanes.gate.set()
+    assert await asked == [["a"]]

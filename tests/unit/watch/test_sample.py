@@ -155,6 +155,7 @@ def test_an_engine_that_is_dead_has_no_rates_and_nothing_waits_for_it(scene, sta
     ("event", "fields", "text"),
     [
         ("child died", {"role": "engine-0", "status": -9, "failures": 1}, "Engine 0 was killed by SIGKILL"),
+        ("child died", {"role": "relay", "status": -99, "failures": 1}, "Relay was killed by signal 99"),
         ("child died", {"role": "gateway", "status": 3, "failures": 1}, "Gateway ended with exit status 3"),
         (
             "client gone, rows taken back",
@@ -208,3 +209,70 @@ def test_without_a_model_that_is_ready_nothing_is_said_of_requests(scene):
     for model in scene.models:
         model.engines.clear()
     assert sample(None, scene.snapshot())["first_request"] == []
+
+
+def test_a_model_is_ready_where_an_engine_that_does_not_hang_has_it(scene):
+    document = scene.document()
+    look = scene.snapshot(document=document)
+    assert [look.ready(at) for at in (0, 1)] == [True, True]
+    document["engines"][0]["hung"] = True
+    assert look.ready(0)
+    document["engines"][1]["hung"] = True
+    assert not look.ready(0)
+    document["models"][0]["engines"] = {}
+    assert look.ready(0), "no engine has said anything yet"
+    document["models"][0]["state"] = "sleeping"
+    assert not look.ready(0)
+
+
+def test_the_oldest_version_and_age_of_weights_are_told_of_the_engines_that_serve(scene):
+    scene.add(0, POLICY, version=4, newest=5, adopted=3 * SECOND)
+    scene.add(1, POLICY, version=5, newest=6, adopted=4 * SECOND)
+    look = scene.snapshot(taken=10 * SECOND)
+    assert look.weights(1) == (4, 6)
+    assert (look.weights_age(1), look.weights_age(0)) == (7.0, None)
+    assert scene.snapshot(taken=0).weights_age(1) == 0.0
+    scene.engine(0, state=EngineState.ABSENT)
+    assert scene.snapshot().weights(1) == (5, 6)
+    scene.engine(1, state=EngineState.ABSENT)
+    assert scene.snapshot().weights(1) == (4, 6), "where none serves, of all"
+
+
+def test_the_age_of_a_heartbeat_is_that_at_the_look_and_unknown_before_the_first(scene):
+    scene.engine(0, heartbeat=3 * SECOND)
+    scene.engine(1, heartbeat=0)
+    shown = sample(None, scene.snapshot(taken=10 * SECOND))["engines"]
+    assert [engine["heartbeat_age"] for engine in shown] == [7.0, None]
+    assert sample(None, scene.snapshot(taken=0))["engines"][0]["heartbeat_age"] == 0.0
+
+
+def test_sessions_are_counted_of_a_model_that_keeps_state_where_an_engine_serves(scene):
+    document = scene.document()
+    document["models"][1]["session_state"] = [["h", "float32", [1], 0, False]]
+    scene.add(0, POLICY, sessions=3)
+    scene.add(1, POLICY, sessions=4)
+    assert scene.snapshot(document=document).sessions(1) == 7.0
+    assert scene.snapshot(document=document).sessions(0) is None
+    scene.engine(0, state=EngineState.ABSENT)
+    assert scene.snapshot(document=document).sessions(1) == 4.0
+
+
+def test_all_counters_began_at_zero_before_the_first_look_and_with_another_server(scene):
+    scene.add(0, PHOTO, requests=5)
+    before, after = scene.snapshot(), scene.snapshot()
+    assert growth(before, after)["requests"].sum() == 0
+    assert growth(None, after)["requests"].sum() == 5
+    before.document["server"]["id"] = "another"
+    assert growth(before, after)["requests"].sum() == 5
+    assert after.counters["requests"].sum() == 5, "the look itself stays"
+
+
+def test_a_look_has_what_the_gateway_counts_itself(scene):
+    reader = ScoreboardReader()
+    try:
+        plain = reader.read(scene.document())
+        assert (plain.ports, plain.timeouts, plain.budget) == ({}, {}, None)
+        full = reader.read(scene.document(), {"arm": "counters"}, {"photo": 3}, "budget")
+        assert (full.ports, full.timeouts, full.budget) == ({"arm": "counters"}, {"photo": 3}, "budget")
+    finally:
+        reader.close()

@@ -202,7 +202,7 @@ class Relay:
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Refuse new tickets and leases from now on, and call `drained` when all answers have been sent."""
-        self._serve()  # what has arrived is accepted
+        self.pump()  # what has arrived is accepted
         self._draining = True
         for held in self._lanes.values():
             held.take_no_more()
