@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from uvicorn.server import ServerState
 
 from jurybox import native
 from jurybox.protocol.errors import Code, Refused
-from jurybox.server.gateway.inference.forms import Form, Forms
-from jurybox.server.gateway.inference.http_forms import _Head, connection_of
+from jurybox.server.gateway.inference.forms import Form, Forms, Output
+from jurybox.server.gateway.inference.http_forms import _Head, _written_heads, connection_of
 from jurybox.server.security.limits import HTTP, RECEIVED
 
 pytest.importorskip("httptools")
@@ -109,3 +110,22 @@ def test_a_request_whose_answer_has_no_room_fails_before_it_is_computed():
     room = SimpleNamespace(take=take, give=lambda: None)
     answer = form.ask({}, None, SimpleNamespace(fail=failed.append), room)
     assert (answer.given, failed, form.used) == (True, [full], 0)
+
+
+def test_the_first_of_several_outputs_has_the_head_of_all():
+    outputs = [Output("y", "FP32", (1, 2), None), Output("z", "UINT8", (1, 3), None)]
+    first, *others = _written_heads("m", "3", outputs, [8, 3], {"a": 1})
+    assert others == [b""]
+    head, _, text = first.partition(b"\r\n\r\n")
+    assert json.loads(text) == {
+        "model_name": "m",
+        "model_version": "3",
+        "parameters": {"a": 1},
+        "outputs": [
+            {"name": "y", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}},
+            {"name": "z", "datatype": "UINT8", "shape": [1, 3], "parameters": {"binary_data_size": 3}},
+        ],
+    }
+    lines = head.decode().split("\r\n")
+    assert f"content-length: {len(text) + 11}" in lines
+    assert f"inference-header-content-length: {len(text)}" in lines
