@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from tests.loops import turns
 
-from jurybox.protocol.errors import Busy, Code, Refused, Timeout
+from jurybox.protocol.errors import Busy, Code, Refused, StaleLease, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.frontend.readiness import SelfTest
+from jurybox.server.frontend.readiness import SelfTest, not_ready
 
 SPEC = ModelSpec("affine", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
 
@@ -180,3 +180,131 @@ async def test_a_model_that_no_engine_knows_is_ill_while_the_supervisor_cannot_s
 
     source.status = silent
     assert "serves no model of that number" in (await test.reasons())[-1]
+
+
+async def test_a_busy_supervisor_is_no_reason_for_half_a_minute_while_engines_answer(engines):
+    engines.back.set()
+    now, source = [100.0], Source("serving", "ready")
+    test = SelfTest(source, engines, clock=lambda: now[0])
+    status = source.status
+
+    async def silent(*, fresh=False):
+        raise Timeout("the supervisor is busy")
+
+    source.status = silent
+    assert await test.reasons() == ["the supervisor is busy"]  # it has never said what is served
+    source.status = status
+    assert await test.reasons() == []
+    source.status = silent
+    now[0] += 29.9
+    assert await test.reasons() == []
+    assert engines.asked == 2, "the model is asked all the same"
+    now[0] += 0.1
+    assert await test.reasons() == ["the supervisor is busy"]
+    source.status = status
+    assert await test.reasons() == []
+    source.status = silent
+    now[0] += 29.9
+    assert await test.reasons() == []
+
+
+async def test_an_error_of_the_supervisor_is_a_reason_at_once(engines):
+    engines.back.set()
+    source = Source("serving", "ready")
+    test = SelfTest(source, engines)
+    assert await test.reasons() == []
+
+    async def refuses(*, fresh=False):
+        raise Refused("another version")
+
+    source.status = refuses
+    assert await test.reasons() == ["another version"]
+
+
+async def test_a_model_that_has_just_answered_a_request_is_not_asked(engines):
+    engines.back.set()
+    now = [100.0]
+    test = SelfTest(Source("serving", "ready"), engines, clock=lambda: now[0])
+    test.record("affine", answered=True)
+    now[0] += 0.04
+    assert await test.reasons() == [] and engines.asked == 0
+    now[0] += 0.02
+    assert await test.reasons() == [] and engines.asked == 1  # an answer to a probe counts as well
+    assert await test.reasons() == [] and engines.asked == 1
+    test.record("affine", answered=False)
+    now[0] += 0.06  # later than the probe, which would be shared
+    assert await test.reasons() == [] and engines.asked == 2
+    test.record("affine", answered=True)
+    test.record("affine", answered=False)
+    now[0] += 0.06
+    assert await test.reasons() == [] and engines.asked == 3
+
+
+@pytest.mark.parametrize(("stale", "asked"), [(2, 3), (3, 3)])
+async def test_a_model_that_is_reloaded_meanwhile_is_asked_three_times(engines, stale, asked):
+    engines.back.set()
+    probe = engines.probe
+
+    async def reloaded(held, seconds, version):
+        await probe(held, seconds, version)
+        if engines.asked <= stale:
+            raise StaleLease("the model was reloaded")
+
+    engines.probe = reloaded
+    reasons = await SelfTest(Source("serving", "ready"), engines).reasons()
+    assert reasons == ([] if stale < asked else ["model 'affine' does not answer: the model was reloaded"])
+    assert engines.asked == asked
+
+
+async def test_a_version_that_no_engine_has_is_ill_though_the_model_was_unloaded(engines):
+    engines.unknown = True
+    source = Source("serving", "ready")
+    test = SelfTest(source, engines)
+    source.model = None
+    assert await test.ask("affine") == ""
+    assert "serves no model of that number" in await test.ask("affine", version=3)
+
+
+async def test_a_fault_of_the_gateway_is_a_reason(engines):
+    async def broken(held, seconds, version):
+        raise KeyError("y")
+
+    engines.probe = broken
+    (reason,) = await SelfTest(Source("serving", "ready"), engines).reasons()
+    assert reason.startswith("model 'affine' does not answer: ") and "KeyError" in reason
+
+
+def document(state="serving", engines=(), **models):
+    return {
+        "server": {"state": state},
+        "engines": list(engines),
+        "models": [{"reason": "", **m} for m in models.values()],
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "reasons"),
+    [
+        (document(), []),
+        (document("draining", a={"name": "a", "state": "failed"}), ["the server is draining", "model 'a' is failed"]),
+        (document("down"), ["there is no engine"]),
+        (
+            document("down", [{"index": 1, "hung": True, "heartbeat_age": 12.34}]),
+            ["engine 1 hangs: its last heartbeat is 12.3 s old"],
+        ),
+        (
+            document("down", [{"index": 0, "hung": False, "state": "starting", "restarts": 2}]),
+            ["engine 0 is starting, restarted 2 times"],
+        ),
+        (document(a={"name": "a", "state": "sleeping"}), []),
+        (document(a={"name": "a", "state": "loading", "configured": False}), []),
+        (document(a={"name": "a", "state": "loading"}), ["model 'a' is loading"]),
+        (document(a={"name": "a", "state": "failed", "configured": False}), ["model 'a' is failed"]),
+        (
+            document(a={"name": "a", "state": "quarantined", "reason": "it kills"}),
+            ["model 'a' is quarantined: it kills"],
+        ),
+    ],
+)
+def test_what_the_status_says_is_told_in_words(given, reasons):
+    assert not_ready(given) == reasons
