@@ -13,10 +13,12 @@ import pytest
 from jurybox.client.juror import Passing
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Busy, Code, ModelFailed, Refused, RowFailed, ServerGone, SpecMismatch, Timeout
+from jurybox.protocol.spec import VARIABLE
 from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.frontend.requests import RowsReply, RowsRequest
 from jurybox.server.frontend.scores import RowScorer
 from jurybox.server.frontend.threads import ThreadPool
+from jurybox.server.security.access import OF_CONNECTION
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", ())}, {"score": TensorSpec("float32", ())})
 
@@ -26,13 +28,15 @@ class Computes:
 
     def __init__(self, fails=lambda model, rows: None, panels=None):
         self.panels, self.fails, self.asked, self.patient = panels or {}, fails, [], set()
+        self.clients: set[object] = set()
 
     async def spec(self, model, until, priority, *, patient):
         return SPEC
 
     async def compute(self, request):
-        inputs, n, _ = request.read(SPEC, False)
+        inputs, n, self.bytes = request.read(SPEC, False)
         self.asked.append(n)
+        self.clients.add(request.client)
         self.patient.add(request.patient)
         reply = self.fails(request.model, inputs["x"])
         if isinstance(reply, Exception):
@@ -96,6 +100,86 @@ def test_rows_made_for_another_spec_are_refused_and_never_computed():
 
 
 PANEL = {"both": {name: {"model": name, "output": None, "weight": weight} for name, weight in (("a", 0.5), ("b", 2))}}
+
+
+class Threads(ThreadPool):
+    """Counts what it runs."""
+
+    ran = 0
+
+    async def run(self, action):
+        self.ran += 1
+        return action()
+
+
+@pytest.mark.parametrize(
+    ("columns", "in_a_thread"),
+    [
+        ({"x": [1.0] * 256}, False),
+        ({"x": [1.0] * 257}, True),
+        ({"x": [1.0], "unused": [np.zeros(2 << 20, np.uint8)]}, False),
+        ({"x": [1.0], "unused": [np.zeros((2 << 20) + 1, np.uint8)]}, True),
+        ({"x": [1.0, 2.0], "text": ["a" * (1 << 20)] * 2, "bytes": [b"", b"a"]}, True),
+        ({"x": [1.0, 2.0], "text": ["a" * (1 << 20)] * 2, "bytes": [b"", None]}, False),
+    ],
+    ids=["256 rows", "257 rows", "2 MiB", "2 MiB and a byte", "texts and bytes", "texts"],
+)
+async def test_many_or_large_rows_are_made_in_a_thread(columns, in_a_thread):
+    pool, frontend = Threads(), Computes()
+    n = len(columns["x"])
+    found = await RowScorer(frontend, pool, model="m").scores(columns, n)
+    assert list(found) == columns["x"] and frontend.asked == [n]
+    assert pool.ran == in_a_thread
+    assert frontend.bytes == 8 * n  # of the answer
+
+
+async def test_requests_are_those_of_the_connection_that_asked():
+    frontend, client = Computes(), object()
+    token = OF_CONNECTION.set(client)
+    try:
+        await RowScorer(frontend, ThreadPool(), model="m").scores({"x": [1.0]}, 1)
+    finally:
+        OF_CONNECTION.reset(token)
+    assert frontend.clients == {client}
+
+
+async def test_rows_of_inputs_of_any_size_stay_apart():
+    class Texts(Computes):
+        async def spec(self, model, until, priority, *, patient):
+            return ModelSpec("m", {"x": TensorSpec("float32", (VARIABLE,), capacity=4)}, SPEC.outputs)
+
+        async def compute(self, request):
+            given = request.read(await self.spec("m", 0, 0, patient=True), False).inputs["x"]
+            return RowsReply({"score": np.float32([len(row) for row in given])}, 7, SPEC)
+
+    rows = [np.zeros(3, np.float32), np.zeros(1, np.float32)]
+    assert list(await RowScorer(Texts(), ThreadPool(), model="m").scores({"x": rows}, 2)) == [3.0, 1.0]
+
+
+async def test_rows_are_leased_for_a_model_or_all_members_of_a_panel_and_an_error_is_left_to_requests():
+    class Leases(Computes):
+        leased = ()
+
+        async def spec(self, model, until, priority, *, patient):
+            self.leased = (*self.leased, (model, priority, patient))
+            if model == "away":
+                raise Busy("no rows")
+            return SPEC
+
+    panel = {"jury": {"a": {"model": "away", "weight": 1.0}, "b": {"model": "m", "weight": 1.0}}}
+    for name, leased, spec in (("m", ["m"], SPEC), ("away", ["away"], None), ("jury", ["away", "m"], None)):
+        frontend = Leases(panels=panel)
+        scorer = RowScorer(frontend, ThreadPool(), model=name, priority=3)
+        await scorer.lease()
+        assert frontend.leased == tuple((model, 3, True) for model in leased)
+        assert scorer.spec == spec
+
+
+def test_a_single_row_that_does_not_fit_is_not_sent():
+    frontend = Computes()
+    (why,) = scores(frontend, ["no number"])
+    assert isinstance(why, str) and not isinstance(why, Passing)
+    assert frontend.asked == []
 
 
 def test_a_panels_score_is_the_weighted_sum_and_missing_where_a_member_has_none():
