@@ -44,6 +44,9 @@ class Transport(asyncio.Transport):
     def can_write_eof(self):
         return False
 
+    def get_write_buffer_size(self):
+        return 0
+
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 418, "headers": []})
@@ -80,6 +83,16 @@ async def test_a_body_reserves_only_the_bytes_that_have_arrived(budget, line):
     for one in many:
         one.connection_lost(None)
     assert other.take(RECEIVED, 500) == 0
+
+
+async def test_a_request_with_a_known_head_is_being_received_until_all_of_it_is_here(line):
+    one = line()
+    assert not one.receiving and not one.in_progress
+    one.data_received(HEAD + b"x" * 999)
+    assert one.receiving and one.in_progress
+    one.data_received(b"x")
+    assert not one.receiving
+    one.connection_lost(None)
 
 
 async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_none(budget, line):
