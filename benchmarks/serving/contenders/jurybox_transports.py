@@ -142,13 +142,14 @@ class Tcp(Native):
     """Through the relay, as from another host, over the loopback interface and without keys."""
 
     title = "Jurybox, tcp://"
+    door: ClassVar[str] = "tcp"
 
     def settings(self) -> dict[str, Any]:
         self._port = free_port()
-        return {"tcp": f"127.0.0.1:{self._port}"}
+        return {self.door: f"127.0.0.1:{self._port}"}
 
     def endpoint(self, index: int) -> str:
-        return f"tcp://127.0.0.1:{self._port}"
+        return f"{self.door}://127.0.0.1:{self._port}"
 
     @classmethod
     def client(cls, case: Case, index: int, endpoint: Any) -> Ask:
@@ -159,15 +160,9 @@ class Grpc(Tcp):
     """Through the gateway, by this project's own client."""
 
     title = "Jurybox, gRPC, our grpc:// client"
+    door = "grpc"
     most_clients = 64
     why_most = "not run: see the other client of gRPC"
-
-    def settings(self) -> dict[str, Any]:
-        self._port = free_port()
-        return {"grpc": f"127.0.0.1:{self._port}"}
-
-    def endpoint(self, index: int) -> str:
-        return f"grpc://127.0.0.1:{self._port}"
 
 
 class NativeRows(Native):

@@ -212,8 +212,7 @@ def test_a_ticket_that_a_nested_call_settles_while_it_is_looked_for_is_not_sent_
 
 
 def test_a_ticket_that_a_call_is_sending_is_left_to_it():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
+    engines = serving_engine()
     arena = SimpleNamespace(columns=Columns.here(SPEC, 8), close=lambda: None)
     transport = Transport()
     lane = Lane(
@@ -230,6 +229,13 @@ def test_a_ticket_that_a_call_is_sending_is_left_to_it():
     ticket = lane.submit(0, 2, time.monotonic_ns() + 10**11)
     assert len(transport.sent) == 1 and ticket.sequence in lane.in_flight
     lane.close()
+
+
+def serving_engine():
+    """The record of one engine that serves, shape (1,)."""
+    engine = np.zeros(1, ENGINE)
+    engine["incarnation"], engine["state"] = 11, SERVING
+    return engine
 
 
 def lane_of(table, transport, spec=SPEC, **more):
@@ -316,8 +322,7 @@ def test_a_lane_leaves_an_engine_that_does_not_have_its_model(state):
 
 
 def test_a_ticket_whose_answer_was_lost_has_its_whole_time_again():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
+    engines = serving_engine()
     transport = Transport()
     lane = lane_of(engines, transport)
     ticket = lane.submit(0, 2, time.monotonic_ns() + 10**9)
@@ -333,8 +338,7 @@ def test_a_ticket_whose_answer_was_lost_has_its_whole_time_again():
 
 
 def test_a_ticket_for_which_there_was_no_room_is_sent_with_the_next_answer():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
+    engines = serving_engine()
     transport, room = Transport(), [True, False, True]
     send = transport.send
 
@@ -403,8 +407,7 @@ class OneByOne(Transport):
 
 @pytest.mark.parametrize("because", [TooManyFiles("no more files"), NotSent("it is full")])
 def test_a_ticket_that_could_not_be_sent_at_once_is_sent_by_the_next_check(because):
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
+    engines = serving_engine()
     transport = OneByOne(because)
     lane = lane_of(engines, transport)
     claim = Claim()
@@ -418,9 +421,7 @@ def test_a_ticket_that_could_not_be_sent_at_once_is_sent_by_the_next_check(becau
 
 
 def test_an_answer_that_comes_at_once_leaves_nothing_in_flight_whatever_it_says():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, OneByOne(Code.OK, Code.MODEL_FAILED))
+    lane = lane_of(serving_engine(), OneByOne(Code.OK, Code.MODEL_FAILED))
     for code in (Code.OK, Code.MODEL_FAILED):
         answer = lane.ask(0, 1, 1.0)
         assert (answer.code, answer.version) == (code, 5) and not lane.in_flight
@@ -429,9 +430,7 @@ def test_an_answer_that_comes_at_once_leaves_nothing_in_flight_whatever_it_says(
 
 def test_a_wait_ends_where_a_call_that_it_is_nested_in_reads_the_answer():
     """That call goes on only after this one, which would wait for ever."""
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, transport := Transport())
+    lane = lane_of(serving_engine(), transport := Transport())
     ticket = lane.submit(0, 1, deadline := time.monotonic_ns() + 10**12)
     transport.is_reading = lambda of: of is ticket
     with pytest.raises(Busy, match="is reading the answer to this ticket: .* after that call"):
@@ -447,9 +446,7 @@ def test_a_wait_ends_where_a_call_that_it_is_nested_in_reads_the_answer():
 
 def test_an_answer_without_a_number_is_an_error_once_the_others_are_settled():
     """It says that the server could not read a message; kept, it would be the answer to every later call."""
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, transport := Transport())
+    lane = lane_of(serving_engine(), transport := Transport())
     ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
     transport.there = [
         Answer(0, Code.PROTOCOL_MISMATCH, "speak my version", 0, 0),
@@ -463,9 +460,7 @@ def test_an_answer_without_a_number_is_an_error_once_the_others_are_settled():
 
 
 def test_a_stale_lease_ends_the_lane_with_the_servers_reason():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, transport := Transport())
+    lane = lane_of(serving_engine(), transport := Transport())
     ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
     transport.there = [Answer(ticket.sequence, Code.STALE_LEASE, "it was revoked", 0, 11)]
     lane.receive_now()
@@ -478,9 +473,7 @@ def test_a_stale_lease_ends_the_lane_with_the_servers_reason():
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_lost_ticket_is_sent_again_only_if_somebody_wants_it_or_the_server_may_still_have_it(far, wanted):
     """Rows of a ticket that nobody wants are free, unless a relay beyond a broken connection may still compute it."""
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, transport := Transport(), far=far)
+    lane = lane_of(engines := serving_engine(), transport := Transport(), far=far)
     claim = Claim()
     ticket = lane.submit(0, 3, time.monotonic_ns() + 10**11, owner=weakref.ref(claim))
     if not wanted:
@@ -498,9 +491,7 @@ def test_a_lost_ticket_is_sent_again_only_if_somebody_wants_it_or_the_server_may
 
 
 def test_a_ticket_that_was_answered_when_ctrl_c_came_is_not_in_flight_for_ever():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, transport := Transport())
+    lane = lane_of(serving_engine(), transport := Transport())
     ticket = lane.submit(0, 1, time.monotonic_ns() + 10**11)
     ticket.answer = Answer(ticket.sequence, Code.OK, "", 5, 11)
     lane.look_after()
@@ -529,9 +520,7 @@ def test_where_no_native_caller_can_be_opened_for_lack_of_files_there_is_none():
 
 
 def test_whoever_waits_for_rows_is_told_of_those_that_are_given_back_and_of_those_that_are_answered():
-    engines = np.zeros(1, ENGINE)
-    engines["incarnation"], engines["state"] = 11, SERVING
-    lane = lane_of(engines, transport := Transport())
+    lane = lane_of(serving_engine(), transport := Transport())
     held = lane.take(2)
 
     async def wait():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import weakref
@@ -300,26 +299,30 @@ def test_without_the_native_core_only_who_asks_for_shm_is_refused(link, board, m
     assert (transport._lane, transport._lease) == (3, 73)
 
 
-@pytest.mark.parametrize(("text", "spins"), [(None, 100), ("0", 0), ("7", 7), ("-1", None), ("", None), ("1.5", None)])
-def test_the_time_that_a_client_spins_is_a_whole_number_of_microseconds(monkeypatch, text, spins):
-    with contextlib.ExitStack() as refused:
-        monkeypatch.delenv("JURYBOX_SPIN_US", raising=False)
-        if text is not None:
-            monkeypatch.setenv("JURYBOX_SPIN_US", text)
-        if spins is None:
-            refused.enter_context(pytest.raises(ValueError, match=f"JURYBOX_SPIN_US='{text}': expected microseconds"))
-        assert local_link._spin_us() == spins
+SPINS = ("JURYBOX_SPIN_US", local_link._spin_us, "microseconds")
+TRACES = ("JURYBOX_TRACES", local_link.wants_traces, "true or false")
 
 
-@pytest.mark.parametrize(("text", "wants"), [(None, False), ("false", False), ("true", True), ("1", None), ("", None)])
-def test_traces_are_asked_for_with_true_or_false(monkeypatch, text, wants):
-    with contextlib.ExitStack() as refused:
-        monkeypatch.delenv("JURYBOX_TRACES", raising=False)
-        if text is not None:
-            monkeypatch.setenv("JURYBOX_TRACES", text)
-        if wants is None:
-            refused.enter_context(pytest.raises(ValueError, match=f"JURYBOX_TRACES='{text}': expected true or false"))
-        assert local_link.wants_traces() is wants
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        *((SPINS, text, value) for text, value in ((None, 100), ("0", 0), ("7", 7))),
+        *((SPINS, text, None) for text in ("-1", "", "1.5")),
+        *((TRACES, text, value) for text, value in ((None, False), ("false", False), ("true", True))),
+        *((TRACES, text, None) for text in ("1", "")),
+    ],
+)
+def test_a_variable_with_another_text_than_is_expected_is_refused(monkeypatch, variable, text, value):
+    name, read, expected = variable
+    monkeypatch.delenv(name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(name, text)
+    if value is None:
+        with pytest.raises(ValueError, match=f"{name}='{text}': expected {expected}"):
+            read()
+        return
+    found = read()
+    assert found == value and type(found) is type(value)
 
 
 def test_a_connection_that_closes_closes_its_channels(link):

@@ -427,9 +427,13 @@ def test_a_request_that_fails_leaves_the_state_and_a_later_one_in_flight_is_not_
         )
 
 
-def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(served):
+def running_totals(most_long=8):
+    """A model with a total for each session, which fails for a negative number, and for more rows of 64 than these."""
+
     class Sums(nn.Module):
         def forward(self, x, x_lengths, total):
+            if len(x) > most_long and x.shape[1] == 64:
+                raise torch.OutOfMemoryError("out of memory")
             if bool((x < 0).any()):
                 raise ValueError("negative")
             total = total + x.sum(dim=1)
@@ -437,7 +441,11 @@ def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(serve
 
     number = TensorSpec("float32")
     inputs = {"x": TensorSpec("float32", (-1,), capacity=64)}
-    model = served(ServedModel(Sums(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.0))
+    return ServedModel(Sums(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.0)
+
+
+def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(served):
+    model = served(running_totals())
     x = [np.ones(n, np.float32) for n in (1, 64, 4)]
     with model.sessions(3) as sessions:
         assert sessions.infer(x).tolist() == [1, 64, 4]
@@ -451,19 +459,7 @@ def test_sessions_that_stepped_in_a_request_that_failed_are_lost_and_named(serve
 
 def test_of_requests_that_have_stepped_together_only_the_one_that_fails_later_is_failed(served):
     """Their short rows are computed first, so that neither can be computed again; the long ones are then divided."""
-
-    class Sums(nn.Module):
-        def forward(self, x, x_lengths, total):
-            if len(x) > 1 and x.shape[1] == 64:
-                raise torch.OutOfMemoryError("out of memory")
-            if bool((x < 0).any()):
-                raise ValueError("negative")
-            total = total + x.sum(dim=1)
-            return total, total
-
-    number = TensorSpec("float32")
-    inputs = {"x": TensorSpec("float32", (-1,), capacity=64)}
-    model = served(ServedModel(Sums(), inputs, {"y": number}, state={"total": number}, collate="pad", max_padding=0.0))
+    model = served(running_totals(most_long=1))
     beats = []
     served.servers[0].engine.slots[0].served.beat = lambda: beats.append(1)
     short, long = np.ones(1, np.float32), np.ones(64, np.float32)

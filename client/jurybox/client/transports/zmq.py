@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -55,14 +55,15 @@ class ZmqTransport(Transport):
         answers = [answer for engine in engines for answer in engine.answers(0)]
         if not answers and timeout > 0:
             polled: list[Any] = []
-            with contextlib.ExitStack() as within:
-                for link in [engine.link for engine in engines]:
-                    if isinstance(link, ZmqSocket):
-                        if within.enter_context(link.within()):
-                            polled.append(link.socket)
-                    elif link is not None and link.descriptor >= 0:
-                        polled.append(link.descriptor)
-                zmq.zmq_poll([(each, zmq.POLLIN) for each in polled], int(timeout * 1000 + 0.999))
+            poll: Callable[[], Any] = partial(zmq.zmq_poll, polled, int(timeout * 1000 + 0.999))
+            for link in [engine.link for engine in engines]:
+                if isinstance(link, ZmqSocket):
+                    if not link.broken:
+                        polled.append((link.socket, zmq.POLLIN))
+                        poll = partial(link.within, poll)
+                elif link is not None and link.descriptor >= 0:
+                    polled.append((link.descriptor, zmq.POLLIN))
+            poll()
             answers = [answer for engine in engines for answer in engine.answers(0)]
         return answers
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,7 @@ class ZmqSocket:
         """Send a message whose answer will have this number. False: it was not sent."""
         # pyzmq tries whether an array is a buffer, and takes whatever a signal handler raises meanwhile for a no.
         parts = [frame if isinstance(frame, bytes) else memoryview(frame) for frame in frames]
-        self._do(self._put, number, parts, moving=True)
+        self.within(self._put, number, parts, moving=True)
         return not self.broken and number in self._asked
 
     def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
@@ -150,7 +150,7 @@ class ZmqSocket:
             if self.broken or (left := until - time.monotonic()) <= 0:
                 return None
             if self._wait(left):
-                self._do(self._take_one, moving=True)
+                self.within(self._take_one, moving=True)
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
@@ -193,22 +193,8 @@ class ZmqSocket:
         self._torn, self.broken = self.torn, True  # also if this call is interrupted before there is another one
         self._close_if_left()
 
-    @contextlib.contextmanager
-    def within(self) -> Iterator[bool]:
-        """Within the ``with`` block the socket stays open. False: it is broken."""
-        number = next(self._calls)
-        try:
-            self._inside[number] = None  # before it looks whether it is broken: another thread may close it
-            yield not self.broken
-        except zmq.ZMQError:
-            if not self.broken:  # else the context has ended
-                raise
-        finally:
-            self._inside.pop(number, None)
-            self._close_if_left()
-
-    def _do(self, action: Callable[..., Any], *given: Any, moving: bool = False) -> Any:
-        """Call `action` while the socket stays open, as `within`, which takes longer; None: it is broken.
+    def within(self, action: Callable[..., Any], *given: Any, moving: bool = False) -> Any:
+        """Call `action` and return its result; the socket stays open meanwhile. None: it is broken.
 
         Args:
             moving: it receives or sends a message, so there may be no other one.
@@ -269,16 +255,16 @@ class ZmqSocket:
 
     def _take_in(self) -> None:
         """Receive the messages that have arrived."""
-        while self._do(self._take_one, moving=True):
+        while self.within(self._take_one, moving=True):
             pass
 
     def _wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for a message, without receiving it; return whether there is one."""
-        return bool(self._do(self._poll, int(timeout * 1000 + 0.999)))
+        return bool(self.within(self._poll, int(timeout * 1000 + 0.999)))
 
     def _event(self) -> int:
         """Return the next event of the connection that has come; 0: none."""
-        return self._do(self._next_event, moving=True) or 0
+        return self.within(self._next_event, moving=True) or 0
 
     def _next_event(self) -> int:
         return int(recv_monitor_message(self._events)["event"]) if self._events.poll(0) else 0
