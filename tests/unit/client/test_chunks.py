@@ -6,9 +6,11 @@ import itertools
 import os
 import queue
 import time
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.serving import wait_until
 
 from jurybox.client import Refused, Timeout
@@ -19,29 +21,38 @@ from jurybox.client.chunks import (
     PREFIX_LENGTH,
     REPORT,
     AsyncChunkPolicy,
+    ChunkStats,
     TemporalEnsemble,
 )
 
 
-def chunk(step, tag=0.0, horizon=6):
+def chunk(step: int, tag: float = 0.0, horizon: int = 6) -> NDArray[np.float32]:
     """Actions that contain their step and their chunk."""
-    return np.float32([[step + k, tag] for k in range(horizon)])
+    return np.array([[step + k, tag] for k in range(horizon)], np.float32)
+
+
+def acted(policy: AsyncChunkPolicy) -> NDArray[Any]:
+    """The action of this step, which is there."""
+    action = policy.act({})
+    assert action is not None
+    return action
 
 
 class ScriptedPolicy:
     """A policy that answers when the test says so."""
 
-    def __init__(self):
-        self.requests, self.answers = queue.Queue(), queue.Queue()
+    def __init__(self) -> None:
+        self.requests: queue.Queue[tuple[dict[str, Any], float]] = queue.Queue()
+        self.answers: queue.Queue[Any] = queue.Queue()
 
-    def __call__(self, request, timeout):
+    def __call__(self, request: dict[str, Any], timeout: float) -> Any:
         self.requests.put((request, timeout))
         answer = self.answers.get(timeout=60)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def answer(self, policy, value):
+    def answer(self, policy: AsyncChunkPolicy, value: Any) -> dict[str, Any]:
         """Answer the request that is on its way, and wait until the answer is there."""
         request, _ = self.requests.get(timeout=60)
         self.answers.put(value)
@@ -50,7 +61,7 @@ class ScriptedPolicy:
 
 
 @pytest.fixture
-def scripted():
+def scripted() -> ScriptedPolicy:
     return ScriptedPolicy()
 
 
@@ -247,3 +258,158 @@ def test_a_control_loop_keeps_its_pace_while_answers_take_longer_than_a_step():
                 wrong.append((step, action))
             time.sleep(0.005)
         assert not wrong and policy.stats.delay > 0.04 and policy.stats.jitter >= 0
+
+
+def test_an_action_of_an_ensemble_has_the_chunks_dtype_and_none_comes_before_its_chunk() -> None:
+    ensemble = TemporalEnsemble()
+    ensemble.add(5, np.array([[1], [2], [3]], np.float32))
+    assert ensemble.action(3) is None
+    action = ensemble.action(5)
+    assert action is not None and action.dtype == np.float32 and action.tolist() == [1]
+
+
+@pytest.mark.parametrize("m", [-0.1, float("nan")])
+def test_an_ensemble_refuses_a_decay_that_would_give_new_chunks_more_weight(m: float) -> None:
+    with pytest.raises(ValueError, match="expected 0 or more"):
+        TemporalEnsemble(m)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"ensemble": 0.0, "real_time": (6, 2)}, "exclude each other"),
+        ({"every": 0}, "at least one step"),
+        ({"deadline": 0.0}, "a time above 0"),
+        ({"deadline": float("nan")}, "a time above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        AsyncChunkPolicy(lambda request, timeout: chunk(0), **options)
+
+
+def test_the_delays_of_the_last_64_answers_are_told() -> None:
+    stats = ChunkStats()
+    assert (stats.delay, stats.jitter, stats.delay_steps) == (0, 0, 0)
+    stats.delays.extend([(1.0, 9), (5.0, 2)])
+    assert (stats.delay, stats.jitter, stats.delay_steps) == (3, 2, 9)
+    stats.delays.extend([(1.0, 1)] * 62)
+    assert stats.delay_steps == 9
+    stats.delays.append((1.0, 1))
+    assert stats.delay_steps == 2
+
+
+def test_begin_asks_again_after_an_error_of_an_earlier_request(scripted: ScriptedPolicy) -> None:
+    with AsyncChunkPolicy(scripted) as policy:
+        policy.act({})
+        scripted.answer(policy, RuntimeError("not loaded yet"))
+        policy.act({})
+        scripted.answers.put(chunk(1))
+        policy.begin({}, timeout=60)
+        assert acted(policy)[0] == 2 and policy.error is None
+        scripted.answers.put(chunk(2))
+
+
+def test_an_episode_begins_with_a_request_and_without_the_error_of_the_one_before(scripted: ScriptedPolicy) -> None:
+    with AsyncChunkPolicy(scripted, every=5) as policy:
+        for _ in range(2):
+            policy.act({"at": "old"})
+        scripted.answer(policy, RuntimeError("busy"))
+        policy.act({"at": "old"})
+        assert str(policy.error) == "busy"
+        policy.reset()
+        assert policy.error is None
+        policy.act({"at": "new"})
+        assert scripted.answer(policy, chunk(0)) == {"at": "new"}
+        assert acted(policy)[0] == 1
+        scripted.answers.put(chunk(1))
+
+
+def test_a_request_that_was_not_sent_before_the_policy_closed_is_never_sent(scripted: ScriptedPolicy) -> None:
+    policy = AsyncChunkPolicy(scripted)
+    with policy._changed:  # the thread cannot take the request meanwhile
+        policy.act({})
+        policy.close(timeout=0)
+    scripted.answers.put(chunk(0))
+    policy._thread.join(30)
+    assert not policy._thread.is_alive() and scripted.requests.empty()
+
+
+def test_a_policy_closes_while_its_request_is_in_flight(scripted: ScriptedPolicy) -> None:
+    policy = AsyncChunkPolicy(scripted)
+    policy.act({})
+    scripted.requests.get(timeout=60)
+    policy.close(timeout=0.01)
+    assert policy._thread.is_alive()
+    scripted.answers.put(chunk(0))
+    policy._thread.join(30)
+    assert not policy._thread.is_alive()
+
+
+def test_a_policy_may_be_closed_by_what_it_asks() -> None:
+    def closing(request: dict[str, Any], timeout: float) -> NDArray[np.float32]:
+        policy.close()
+        return chunk(0)
+
+    policy = AsyncChunkPolicy(closing)
+    policy.act({})
+    policy._thread.join(30)
+    assert not policy._thread.is_alive() and policy._done is not None and policy._done.error is None
+
+
+def test_the_callers_observation_stays_as_it_is(scripted: ScriptedPolicy) -> None:
+    observation = {"at": 0}
+    with AsyncChunkPolicy(scripted, reset_key="reset", send_deadline=True) as policy:
+        policy.act(observation)
+        assert scripted.answer(policy, chunk(0)).keys() == {"at", "reset", ANSWER_WITHIN}
+    assert observation == {"at": 0}
+
+
+def test_the_delay_told_in_real_time_is_no_longer_than_the_plan(scripted: ScriptedPolicy) -> None:
+    with AsyncChunkPolicy(scripted, real_time=(6, 2)) as policy:
+        for step in range(3):
+            policy.act({"at": step})
+        scripted.answer(policy, chunk(0))
+        assert acted(policy)[0] == 3 and policy.stats.delay_steps == 3
+        scripted.answer(policy, chunk(3))
+        policy.reset()
+        policy.act({})
+        request = scripted.answer(policy, chunk(0))
+        assert (request[PREFIX_LENGTH], request[DELAY]) == (0, 0)
+
+
+def test_an_answer_that_comes_at_its_deadline_is_used(scripted: ScriptedPolicy) -> None:
+    now = [0.0]
+    with AsyncChunkPolicy(scripted, deadline=0.5, clock=lambda: now[0]) as policy:
+        policy.act({})
+        now[0] = 0.5
+        scripted.answer(policy, chunk(0))
+        assert acted(policy)[0] == 1 and policy.stats.late == 0
+        scripted.answers.put(chunk(1))
+
+
+def test_an_answer_may_be_overwritten_by_the_next_one(scripted: ScriptedPolicy) -> None:
+    memory = chunk(0)
+    with AsyncChunkPolicy(scripted) as policy:
+        policy.act({})
+        scripted.answer(policy, memory)
+        memory[:] = -1
+        assert acted(policy)[0] == 1
+        scripted.answers.put(chunk(1))
+
+
+def test_actions_may_be_switches(scripted: ScriptedPolicy) -> None:
+    with AsyncChunkPolicy(scripted) as policy:
+        policy.act({})
+        scripted.answer(policy, np.array([False, True]))
+        action = policy.act({})
+        assert action is not None and action.dtype == bool and bool(action)
+        scripted.answers.put(np.array([True]))
+
+
+def test_a_chunk_of_another_shape_than_real_time_says_is_a_failure(scripted: ScriptedPolicy) -> None:
+    with AsyncChunkPolicy(scripted, real_time=(6, 2)) as policy:
+        policy.act({})
+        scripted.answer(policy, chunk(0, horizon=7))
+        assert policy.act({}) is None and "real_time says" in str(policy.error)
+        scripted.answers.put(chunk(1))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.serving import wait_until
 from tests.unit.client.test_sessions import Updater
 from torch import nn
 
-from jurybox.client import RowFailed, Timeout
+from jurybox.client import Busy, RowFailed, Timeout
 from jurybox.protocol import TensorSpec
+from jurybox.protocol.errors import VersionNotHeld
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import RowErrors, ServedModel
 
@@ -56,7 +60,7 @@ class World:
     def publish(self, version):
         self._updater.publish(version)
 
-    def leave_free(self, *rows):
+    def leave_free(self, *rows: int) -> list[Any]:
         """Hold all rows of the lane but these."""
         runs = [self.lane.take(1) for _ in range(self.lane.rows)]
         return [run for at, run in enumerate(runs) if at not in rows]
@@ -128,3 +132,74 @@ def test_a_cancelled_ticket_is_not_sent_again_after_its_engine_has_died(world):
     one.lane._incarnations[0] += 1
     one.lane.look_after()
     assert one.lane.free == 6 and len(one.lane.in_flight) == 1
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_rows_that_fail_in_a_later_piece_are_named_by_their_place_in_the_request(
+    world: Callable[..., World], as_coroutine: bool
+) -> None:
+    one = world()
+    held = one.leave_free(0, 1, 4)
+    given = np.array([1, 1, -2], np.float32)
+    with pytest.raises(RowFailed) as failed:
+        asyncio.run(one.model.infer_async(given, timeout=20)) if as_coroutine else one.model.infer(given, timeout=20)
+    assert failed.value.errors == {2: "-2.0 by version 3"}
+    assert failed.value.outputs[:2].tolist() == [3, 3]
+    del held
+
+
+def test_a_full_batch_in_pieces_is_computed_by_one_version(world: Callable[..., World]) -> None:
+    one = world()
+    held = one.leave_free(0, 1, 4, 5)
+    reply = one.model.infer_reply(np.ones(4, np.float32), timeout=20)
+    assert reply.outputs.tolist() == [3] * 4 and reply.version == 3
+    del held
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_in_pieces_for_a_version_that_is_not_held_is_refused(
+    world: Callable[..., World], as_coroutine: bool
+) -> None:
+    one = world()
+    held = one.leave_free(0, 1, 4)
+    given = np.ones(3, np.float32)
+    with pytest.raises(VersionNotHeld):
+        if as_coroutine:
+            asyncio.run(one.model.infer_async(given, timeout=20, version=99))
+        else:
+            one.model.infer(given, timeout=20, version=99)
+    del held
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_of_no_rows_is_answered_without_the_engine(world: Callable[..., World], as_coroutine: bool) -> None:
+    one, given = world(), np.ones(0, np.float32)
+    came = asyncio.run(one.model.infer_async(given)) if as_coroutine else one.model.infer(given)
+    assert came.shape == (0,) and one.batches == 0
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_a_request_for_which_no_row_can_become_free_is_refused(world: Callable[..., World], as_coroutine: bool) -> None:
+    one, given = world(), np.ones(2, np.float32)
+    held = one.leave_free()
+    with pytest.raises(Busy, match="rows"):
+        asyncio.run(one.model.infer_async(given, timeout=0.05)) if as_coroutine else one.model.infer(given, timeout=20)
+    del held
+    assert one.model.infer(given).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_rows_of_a_request_that_is_late_return_while_its_error_is_kept(
+    world: Callable[..., World], as_coroutine: bool
+) -> None:
+    one, given = world(), np.ones(6, np.float32)
+    turn = one.lane._transport._turn
+    one.lane._transport._turn = lambda: False  # the engine does nothing
+    with pytest.raises(Timeout) as late:
+        asyncio.run(one.model.infer_async(given, timeout=0.05)) if as_coroutine else one.model.infer(
+            given, timeout=0.05
+        )
+    assert one.lane.free == 2, "the engine may still write to them"
+    one.lane._transport._turn = turn
+    wait_until(lambda: one.lane.receive(0.1) is None and not one.lane.in_flight, 30, "the answers")
+    assert one.lane.free == 8 and late.value is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
 from jurybox.client.session_book import SessionBook
 from jurybox.protocol import TensorSpec
-from jurybox.protocol.errors import StaleLease, Timeout, VersionNotHeld
+from jurybox.protocol.errors import Error, StaleLease, Timeout, VersionNotHeld
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import RowErrors, ServedModel
 from tests import open_models
@@ -241,7 +242,7 @@ def test_failed_rows_are_named_by_their_place_in_the_request_and_the_others_are_
         np.testing.assert_array_equal(sessions.get_state()["n"], [2, 1, 0])
 
 
-def in_two_pieces(sessions, ahead):
+def in_two_pieces(sessions: Any, ahead: Any) -> list[Any]:
     """Leave free rows for three sessions that do not adjoin, and fill the next batch but for two rows."""
     one = np.ones(1, np.float32)
     sessions.infer(np.ones(6, np.float32))
@@ -442,3 +443,74 @@ def test_a_lost_session_that_was_to_begin_again_when_its_relay_ended_is_still_lo
     with pytest.raises(SessionLost) as lost:
         book.require(book.all)
     assert lost.value.sessions == [0, 1]
+
+
+def failing_as(monkeypatch: pytest.MonkeyPatch, sessions: Any, *errors: Error | None) -> None:
+    """Let the failures of tickets be these, in order; None: what it is."""
+    lane, left = sessions._requests.lane, list(errors)
+    failure = lane.failure
+    monkeypatch.setattr(lane, "failure", lambda *arguments: left.pop(0) or failure(*arguments))
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+@pytest.mark.parametrize(
+    ("given", "errors", "lost", "says"),
+    [
+        ([1, 1, -2], [SessionLost("gone", sessions=[0])], [0, 1, 2], "gone"),
+        ([1, -1, -2], [None, None], [0], "minus two"),
+        ([-2, 1, -2], [SessionLost("gone", sessions=[0]), SessionLost("over", sessions=[0])], [0, 2], "^gone$"),
+        ([-2, 1, -2], [None, SessionLost("gone", sessions=[0])], [2], "^gone$"),
+    ],
+)
+def test_a_request_in_pieces_names_the_sessions_that_are_lost_in_any_of_them(
+    versioned: Any, monkeypatch: pytest.MonkeyPatch, as_coroutine: bool, given: list[int],
+    errors: list[Error | None], lost: list[int], says: str,
+) -> None:  # fmt: skip
+    model, _ = versioned
+    with model.sessions(6) as sessions, model.sessions(2) as ahead:
+        uncollected = in_two_pieces(sessions, ahead)
+        failing_as(monkeypatch, sessions, *errors)
+        rows = np.array(given, np.float32), [0, 1, 2]
+        with pytest.raises(SessionLost, match=says) as caught:
+            asyncio.run(sessions.infer_async(*rows)) if as_coroutine else sessions.infer(*rows)
+        assert caught.value.sessions == lost
+        del uncollected
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_what_is_left_of_a_request_is_not_sent_after_a_piece_of_it_has_failed(
+    versioned: Any, as_coroutine: bool
+) -> None:
+    model, _ = versioned
+    with model.sessions(6) as sessions, model.sessions(2) as ahead:
+        uncollected = in_two_pieces(sessions, ahead)
+        given = np.array([-2, 1, 1, 1], np.float32), [0, 1, 2, 3]
+        with pytest.raises(SessionLost) as lost:
+            asyncio.run(sessions.infer_async(*given)) if as_coroutine else sessions.infer(*given)
+        assert lost.value.sessions == [2]
+        del uncollected
+        assert sessions.get_state([0, 1, 3])["n"].tolist() == [1, 1, 1]
+
+
+def test_an_error_that_is_not_a_pieces_ends_the_request_of_sessions(
+    versioned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = versioned
+    with model.sessions(6) as sessions, model.sessions(2) as ahead:
+        uncollected = in_two_pieces(sessions, ahead)
+        lane = sessions._requests.lane
+        wait = lane.wait
+        raised: list[Busy] = []
+
+        def busy_once(*arguments: Any) -> Any:
+            if not raised:
+                raised.append(Busy("a call is reading the answer"))
+                raise raised[0]
+            return wait(*arguments)
+
+        monkeypatch.setattr(lane, "wait", busy_once)
+        with pytest.raises(Busy) as caught:
+            sessions.infer(np.ones(3, np.float32), [0, 1, 2])
+        assert caught.value is raised[0]
+        assert len(lane.in_flight) == 2, "nobody waited for the pieces"
+        del uncollected

@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ class Lane:
     free = 8
     requests = SimpleNamespace(lane=SimpleNamespace(engines=1))
 
-    def __init__(self, *behaviour, look=None):
+    def __init__(self, *behaviour: Any, look: Exception | None = None) -> None:
         self.behaviour = list(behaviour)
         self.looks = look
         self.tickets = 0
@@ -311,10 +312,12 @@ class Summing:
 
     version = 7
 
-    def __init__(self):
-        self.totals, self.lost, self.tickets = {}, set(), []
+    def __init__(self) -> None:
+        self.totals: dict[int, Any] = {}
+        self.lost: set[int] = set()
+        self.tickets: list[list[int]] = []
 
-    async def infer_async(self, inputs, session, reset, *, timeout, version):
+    async def infer_async(self, inputs: Any, session: Any, reset: Any, *, timeout: float, version: Any) -> Any:
         assert len(set(session)) == len(session)
         self.tickets.append(list(session))
         await asyncio.sleep(0.001)
@@ -423,14 +426,14 @@ class Brief(Lane):
 class Later:
     """A ticket that is answered when the loop turns."""
 
-    def __init__(self, outputs):
+    def __init__(self, outputs: Any) -> None:
         self.outputs = outputs
 
     def watched(self, loop, waiter, *, again):
         loop.call_soon(waiter.set_result, None)
         return False
 
-    def seen(self):
+    def seen(self) -> Any:
         return self.outputs, 7
 
     def give_up(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from jurybox.protocol.errors import Code
 from jurybox.server.frontend.lanes import ModelRows
 
 
-def lane(name, *, exchanged=False):
+def lane(name: str, *, exchanged: bool = False) -> SimpleNamespace:
     return SimpleNamespace(name=name, may_be_exchanged=exchanged, retired=False)
 
 
@@ -21,7 +22,7 @@ FEW, MANY = lane("few rows", exchanged=True), lane("many rows")
 LOADING = Refused("model 'sum' is loading", Code.NOT_READY)
 
 
-def held_soon(monkeypatch, answers, seconds=10.0):
+def held_soon(monkeypatch: pytest.MonkeyPatch, answers: Sequence[object], seconds: float = 10.0) -> object:
     """What `hold_soon` gives where `hold` answers so, one after another and then the last again and again."""
     lanes = ModelRows("ipc:///nowhere")
     left = list(answers)
@@ -59,6 +60,14 @@ def test_while_no_engine_serves_a_lane_of_few_rows_is_kept(monkeypatch):
     """A request on it waits for the engine; if refused, it would fail although health has just reported ready."""
     assert held_soon(monkeypatch, [FEW, LOADING, LOADING, MANY]) is MANY
     assert held_soon(monkeypatch, [FEW, LOADING], 0.1) is FEW
+
+
+def test_a_lane_of_few_rows_that_was_given_up_meanwhile_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = lane("few rows", exchanged=True)
+    given_up.retired = True
+    with pytest.raises(Refused, match="loading"):
+        held_soon(monkeypatch, [given_up, LOADING, MANY])
+    assert held_soon(monkeypatch, [given_up, Busy("none is free"), MANY]) is MANY
 
 
 def test_the_connection_of_lanes_ends_with_them():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.loops import turns
 
-from jurybox.protocol.errors import Busy, Code, Refused, StaleLease, Timeout
+from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, StaleLease, Timeout
 from jurybox.protocol.spec import ModelSpec, TensorSpec
-from jurybox.server.frontend.readiness import SelfTest, not_ready
+from jurybox.server.frontend.readiness import FRESH, SelfTest, not_ready, reasons
 
 SPEC = ModelSpec("affine", {"x": TensorSpec("float32", (4,))}, {"y": TensorSpec("float32", (4,))})
 
@@ -274,7 +276,9 @@ async def test_a_fault_of_the_gateway_is_a_reason(engines):
     assert reason.startswith("model 'affine' does not answer: ") and "KeyError" in reason
 
 
-def document(state="serving", engines=(), **models):
+def document(
+    state: str = "serving", engines: Sequence[dict[str, Any]] = (), **models: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "server": {"state": state},
         "engines": list(engines),
@@ -308,3 +312,156 @@ def document(state="serving", engines=(), **models):
 )
 def test_what_the_status_says_is_told_in_words(given, reasons):
     assert not_ready(given) == reasons
+
+
+class Told:
+    """A source of one document, or of an error."""
+
+    def __init__(self, told: dict[str, Any] | Error) -> None:
+        self.told = told
+
+    async def status(self, *, fresh: bool = False) -> dict[str, Any]:
+        if isinstance(self.told, Error):
+            raise self.told
+        return self.told
+
+
+DOWN = {"index": 0, "hung": False, "state": "absent", "restarts": 1}
+
+
+async def test_the_reasons_without_a_probe_are_those_of_the_status_or_its_error() -> None:
+    assert await reasons(Told(document("down"))) == ["there is no engine"]
+    assert await reasons(Told(document())) == []
+    assert await reasons(Told(Timeout("the supervisor is busy"))) == ["the supervisor is busy"]
+
+
+def test_a_sleeping_model_hides_no_later_one() -> None:
+    models: Any = {"a": {"name": "a", "state": "sleeping"}, "b": {"name": "b", "state": "failed"}}
+    assert not_ready(document(**models)) == ["model 'b' is failed"]
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ({"a": "ready", "b": "sleeping"}, []),
+        ({"a": "ready"}, []),
+        ({"a": "ready", "b": "failed"}, ["engine 0 is absent, restarted 1 times", "model 'b' is failed"]),
+        ({"b": "sleeping"}, ["engine 0 is absent, restarted 1 times"]),
+        ({}, ["engine 0 is absent, restarted 1 times"]),
+    ],
+)
+async def test_an_engine_that_is_absent_is_no_reason_while_every_model_answers(
+    engines: Engines, models: dict[str, str], said: list[str]
+) -> None:
+    engines.back.set()
+    named: dict[str, Any] = {name: {"name": name, "state": state} for name, state in models.items()}
+    told = document("down", [DOWN], **named)
+    assert await SelfTest(Told(told), cast("Any", engines)).reasons() == said
+
+
+async def test_a_request_that_failed_is_followed_by_a_probe_at_once(engines: Engines) -> None:
+    engines.back.set()
+    test = SelfTest(Source("serving", "ready"), cast("Any", engines), clock=lambda: 100.0)
+    test.record("affine", answered=True)
+    test.record("affine", answered=False)
+    assert await test.reasons() == [] and engines.asked == 1
+
+
+@pytest.mark.parametrize("error", [ServerGone("the server is gone"), Timeout("the server is busy")])
+async def test_a_supervisor_that_never_answered_is_a_reason_and_one_that_did_is_not(
+    engines: Engines, error: Error
+) -> None:
+    engines.back.set()
+    source = Told(error)
+    test = SelfTest(source, cast("Any", engines), clock=lambda: 10.0)
+    assert await test.reasons() == [str(error)]
+    source.told = document(a={"name": "a", "state": "ready"})
+    assert await test.reasons() == []
+    source.told = error
+    assert await test.reasons() == []
+
+
+async def test_a_check_that_is_cancelled_leaves_the_probe_to_the_others(engines: Engines) -> None:
+    test = SelfTest(Source("serving", "ready"), cast("Any", engines), clock=lambda: 100.0)
+    first, second = (asyncio.create_task(test.reasons()) for _ in range(2))
+    await turns()
+    first.cancel()
+    await turns()
+    engines.back.set()
+    assert await asyncio.wait_for(second, 30) == [] and engines.asked == 1
+
+
+async def test_a_probe_that_began_a_twentieth_of_a_second_ago_is_not_shared(engines: Engines) -> None:
+    now = [0.0]
+    test = SelfTest(Source("serving", "ready"), cast("Any", engines), clock=lambda: now[0])
+    first = asyncio.create_task(test.reasons())
+    await turns()
+    now[0] = FRESH
+    second = asyncio.create_task(test.reasons())
+    await turns()
+    engines.back.set()
+    assert [*await asyncio.gather(first, second)] == [[], []] and engines.asked == 2
+
+
+async def test_a_probe_needs_one_row_and_asks_for_the_version_for_two_seconds() -> None:
+    asked: list[object] = []
+
+    class Noting:
+        async def hold(self, name: str, *, trying: bool) -> str:
+            asked.append((name, trying))
+            return "the lane"
+
+        async def probe(self, held: str, seconds: float, version: int) -> None:
+            asked.append((held, seconds, version))
+
+    test = SelfTest(Told(document()), cast("Any", Noting()), clock=lambda: 100.0)
+    assert await test.ask("affine", version=3) == ""
+    assert asked == [("affine", True), ("the lane", 2.0, 3)]
+
+
+async def test_a_lane_without_free_rows_is_asked_once(engines: Engines) -> None:
+    """Only whoever leases rows waits for those of a gateway that died."""
+
+    async def full(held: object, seconds: float, version: int) -> None:
+        engines.asked += 1
+        raise Busy("no rows of this lane are free")
+
+    engines.probe = full  # type: ignore[method-assign]
+    test = SelfTest(Source("serving", "ready"), cast("Any", engines), clock=lambda: engines.asked / 2)
+    assert await test.reasons() == ["model 'affine' does not answer: no rows of this lane are free"]
+    assert engines.asked == 1
+
+
+async def test_the_answer_to_a_slow_probe_counts_from_when_it_came(engines: Engines) -> None:
+    now = [100.0]
+    test = SelfTest(Source("serving", "ready"), cast("Any", engines), clock=lambda: now[0])
+    asking = asyncio.create_task(test.reasons())
+    await turns()
+    now[0] += 1.0
+    engines.back.set()
+    assert await asking == []
+    now[0] += 0.02
+    assert await test.reasons() == [] and engines.asked == 1
+
+
+async def test_whether_a_model_was_unloaded_is_asked_of_the_supervisor_and_not_of_what_it_said_before(
+    engines: Engines,
+) -> None:
+    engines.unknown = True
+
+    class Kept(Told):
+        async def status(self, *, fresh: bool = False) -> dict[str, Any]:
+            return document(b={"name": "b", "state": "ready"}) if fresh else await super().status()
+
+    kept = Kept(document(affine={"name": "affine", "state": "ready"}))
+    assert await SelfTest(kept, cast("Any", engines)).reasons() == []
+
+
+@pytest.mark.parametrize(("configured", "asked"), [({}, 1), ({"configured": True}, 1), ({"configured": False}, 0)])
+async def test_a_model_that_a_client_has_loaded_is_asked_once_it_is_ready(
+    engines: Engines, configured: dict[str, bool], asked: int
+) -> None:
+    engines.back.set()
+    told = Told(document(a={"name": "a", "state": "loading", **configured}))
+    assert await SelfTest(told, cast("Any", engines)).reasons() == []
+    assert engines.asked == asked
