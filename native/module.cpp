@@ -9,6 +9,7 @@ NB_MODULE(native, m) {
     jurybox::bind_tickets(m);
     jurybox::bind_shm_rings(m);
     jurybox::bind_grpc(m);
+    jurybox::bind_grpc_client(m);
     jurybox::bind_weights(m);
     jurybox::bind_zmtp(m);
     jurybox::bind_relay_lane(m);

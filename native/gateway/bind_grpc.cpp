@@ -22,39 +22,6 @@ namespace nb = nanobind;
 namespace jurybox {
 namespace {
 
-// The memory of a bytes object: filled before other code can see it, or read.
-class BytesMessage {
-  public:
-    BytesMessage() = default;
-    explicit BytesMessage(nb::bytes given) : bytes_(given.release().ptr()) {}
-    BytesMessage(BytesMessage&& other) noexcept : bytes_(std::exchange(other.bytes_, nullptr)) {}
-    BytesMessage& operator=(BytesMessage&& other) noexcept {
-        std::swap(bytes_, other.bytes_);
-        return *this;
-    }
-    ~BytesMessage() { Py_XDECREF(bytes_); }
-
-    // Copies what is there, since the limited API cannot resize bytes.
-    void resize(std::size_t size) {
-        const std::size_t had = this->size();
-        if (bytes_ != nullptr && size == had) return;
-        PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
-        if (made == nullptr) throw nb::python_error();
-        if (const std::size_t kept = std::min(had, size)) std::memcpy(PyBytes_AsString(made), data(), kept);
-        Py_XDECREF(std::exchange(bytes_, made));
-    }
-    char* data() { return PyBytes_AsString(bytes_); }
-    const char* data() const { return PyBytes_AsString(bytes_); }
-    std::size_t size() const { return bytes_ ? static_cast<std::size_t>(PyBytes_Size(bytes_)) : 0; }
-    nb::object take() {
-        if (bytes_ == nullptr) resize(0);
-        return nb::steal(std::exchange(bytes_, nullptr));
-    }
-
-  private:
-    PyObject* bytes_ = nullptr;
-};
-
 using Connection = GrpcConnection<BytesMessage>;
 using Event = Connection::Event;
 

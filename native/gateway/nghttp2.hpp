@@ -49,12 +49,12 @@ struct Info {  // nghttp2_info
     const char *version, *protocol;
 };
 
-constexpr std::uint8_t kData = 0, kHeaders = 1, kReset = 3;  // types of frames
-constexpr std::uint8_t kNoFlags = 0, kEndStream = 1;
-constexpr std::int32_t kMaxStreams = 3, kInitialWindow = 4, kMaxFrame = 5, kMaxHeaders = 6;  // settings
+constexpr std::uint8_t kData = 0, kHeaders = 1, kReset = 3, kGoAway = 7;  // types of frames
+constexpr std::uint8_t kNoFlags = 0, kEndStream = 1, kNoIndex = 1;        // the last of a Field
+constexpr std::int32_t kEnablePush = 2, kMaxStreams = 3, kInitialWindow = 4, kMaxFrame = 5, kMaxHeaders = 6;  // settings
 constexpr std::uint32_t kEof = 1, kNoEndStream = 2;                                          // flags of a ReadSource
-constexpr std::uint32_t kNoError = 0, kCancel = 8, kCalm = 11;                               // error codes
-constexpr int kDeferred = -508, kPause = -526, kNoMemory = -901;
+constexpr std::uint32_t kNoError = 0, kRefusedStream = 7, kCancel = 8, kCalm = 11;           // error codes
+constexpr int kDeferred = -508, kResetThis = -521, kPause = -526, kNoMemory = -901;
 
 using OnFrame = int (*)(Session*, const FrameHead*, void* user);
 using OnHeader = int (*)(Session*, const FrameHead*, const std::uint8_t* name, std::size_t, const std::uint8_t* value, std::size_t, std::uint8_t flags, void* user);

@@ -88,14 +88,17 @@ def reachable(tmp_path_factory):
 
 
 @pytest.fixture(
-    params=["shm", "zmq", "tcp", "grpc", *(pytest.param(lib, marks=pytest.mark.runs) for lib in ("libzmq", "libtcp"))]
+    params=[
+        *("shm", "zmq", "tcp", "grpc", "libgrpc"),
+        *(pytest.param(lib, marks=pytest.mark.runs) for lib in ("libzmq", "libtcp")),
+    ]
 )
 def client(request, reachable, monkeypatch):
-    """A connection over each transport; "lib": as where the native core is missing, or with CURVE."""
+    """A connection over each transport; "lib": as where the native core is missing, or with CURVE or a proxy."""
     way = request.param.removeprefix("lib")
     if way != request.param:
-        for module in ("transports.engine_link", "remote.tcp_link"):
-            monkeypatch.setattr(f"jurybox.client.{module}.can_dial", lambda address: False)
+        for module in ("transports.engine_link", "remote.tcp_link", "remote.grpc_link"):
+            monkeypatch.setattr(f"jurybox.client.{module}.can_dial", lambda *_: False)
     local = way in ("shm", "zmq")
     where = reachable.address if local else f"{way}://{reachable.listening(way)}"
     with connect(where, transport=way if local else "auto", timeout=60) as connection:

@@ -13,13 +13,13 @@ from tests.moments import Moment, each_moment
 from tests.serving import serving, wait_until
 
 from jurybox.client import ModelNotFound, Refused, ServerGone, Timeout, connect, control, link, local_link
-from jurybox.client.remote import grpc_channel, grpc_link, grpc_stream, tcp, tcp_link, weights
+from jurybox.client.remote import grpc_channel, grpc_link, grpc_stream, http2_calls, http2_line, tcp, tcp_link, weights
 from jurybox.protocol import locks
 from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.weights import publisher as publishers
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
-REMOTE = (tcp, tcp_link, grpc_channel, grpc_link, grpc_stream, weights)
+REMOTE = (tcp, tcp_link, grpc_channel, grpc_link, grpc_stream, http2_calls, http2_line, weights)
 CONTROL = tuple(module.__file__ for module in (control, link, local_link, locks, *REMOTE))
 MODELS = {
     "affine": {"factory": "tests.models:affine", "max_batch": 16, "rows": 256},
@@ -45,14 +45,15 @@ def running(tmp_path_factory, gate):
         yield (
             {"shm": running.address, "zmq": running.address}
             | {kind: f"{kind}://{addresses[kind]}" for kind in ("tcp", "grpc")}
-            | {"libzmq": f"tcp://{addresses['tcp']}"}
+            | {"libzmq": f"tcp://{addresses['tcp']}", "libgrpc": f"grpc://{addresses['grpc']}"}
         )
 
 
-@pytest.fixture(params=["shm", "zmq", "tcp", pytest.param("libzmq", marks=pytest.mark.runs), "grpc"])
+@pytest.fixture(params=["shm", "zmq", "tcp", pytest.param("libzmq", marks=pytest.mark.runs), "grpc", "libgrpc"])
 def connecting(request, running, monkeypatch):
-    if request.param == "libzmq":  # as with keys
-        monkeypatch.setattr(tcp_link, "can_dial", lambda _: False)
+    if request.param.startswith("lib"):  # as with keys, or with a proxy
+        for module in (tcp_link, grpc_link):
+            monkeypatch.setattr(module, "can_dial", lambda *_: False)
     options = {"transport": request.param} if request.param in ("shm", "zmq") else {}
 
     def connecting(timeout=30.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import signal
@@ -16,6 +17,7 @@ from tests.collecting import collecting_often
 from tests.moments import Moment, each_moment
 from tests.serving import wait_until
 
+from jurybox import native
 from jurybox.client import ProtocolMismatch, Refused, RowFailed, Timeout, connect
 from jurybox.client.remote import grpc_channel, grpc_stream, weights
 from jurybox.protocol import open_inference_pb2 as pb
@@ -24,8 +26,18 @@ ROW = np.array([[1, 2, 3, 4]], np.float32)
 ANSWER = [[3, 5, 7, 9]]
 
 
+@pytest.fixture(params=["http2", "grpcio"])
+def calls(request, monkeypatch):
+    """What makes the calls of connections made in this test."""
+    if request.param == "grpcio":
+        monkeypatch.setattr("jurybox.client.remote.grpc_link.can_dial", lambda address, authority: False)
+    elif native.nghttp2()[1]:
+        pytest.skip("the system has no libnghttp2")
+    return request.param
+
+
 @pytest.fixture
-def address(gateway):
+def address(gateway, calls):
     return f"grpc://{gateway.grpc}"
 
 
@@ -46,7 +58,7 @@ class Dropped:
 
 
 @pytest.mark.parametrize("way", ["infer", "submit"])
-def test_a_destructor_is_answered_or_refused_at_once_in_whichever_thread_the_collector_runs_it(server, way):
+def test_a_destructor_is_answered_or_refused_at_once_in_whichever_thread_the_collector_runs_it(server, way, calls):
     mine, other = server.model("affine"), server.model("affine")
     ask = {"infer": mine.infer, "submit": lambda rows: mine.submit(rows).result().outputs}[way]
     wrong, slow, threads, done = [], [], set(), []
@@ -70,8 +82,9 @@ def test_a_destructor_is_answered_or_refused_at_once_in_whichever_thread_the_col
     other.infer(ROW)
     ask(ROW)
     with collecting_often():
-        wait_until(  # also in the client's own thread, if it has one
-            lambda: [Dropped(collected), ask(ROW)] and len(done) > 60 and len(threads) > (way == "submit"),
+        others = calls == "grpcio" and way == "submit"  # the client has a thread of its own
+        wait_until(
+            lambda: [Dropped(collected), ask(ROW)] and len(done) > 60 and len(threads) > others,
             60,
             what="destructors",
         )
@@ -174,15 +187,21 @@ def test_weights_leave_no_thread(server, end):
     wait_until(lambda: threads() < before + 4, what="the end of the streams' threads")
 
 
-def test_calls_in_their_callers_thread_need_none_of_ours(server):
-    model = server.model("affine")
-    model.infer(ROW)
-    assert server._link._tickets._queue is None  # only a ticket that is awaited later needs one
-    model.submit(ROW).result()
-    assert server._link._tickets._queue is not None
+def test_a_thread_of_ours_is_started_only_for_tickets_of_grpcio(server, calls):
+    model, started = server.model("affine"), []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("start_new_thread", "start_joinable_thread"):
+            if start := getattr(_thread, name, None):
+                patched.setattr(
+                    _thread, name, lambda *call, start=start, **more: started.append(call) or start(*call, **more)
+                )
+        model.infer(ROW)
+        assert not started
+        model.submit(ROW).result()
+        assert any("_start_calls" in str(call) for call in started) == (calls == "grpcio")
 
 
-def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(server, gateway):
+def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(server, gateway, calls):
     models = [server.model("team/moody") for _ in range(4)]
     engine = gateway.server.pids()["engine-0"]
     with ThreadPoolExecutor(3) as pool:
@@ -197,7 +216,8 @@ def test_calls_at_the_same_time_take_a_channel_each_and_keep_their_time_outs(ser
             os.kill(engine, signal.SIGCONT)
         for other in others:
             np.testing.assert_array_equal(other.result(60), ROW + 1)
-    assert 1 <= len(server._link._channels._free) <= 5  # kept for the next calls
+    kept = server._link._channels if calls == "grpcio" else server._link._infer
+    assert 1 <= len(kept._free) <= 5, "they are kept for the next calls"
 
 
 def test_a_call_of_a_closed_connection_is_refused(server):
@@ -255,8 +275,8 @@ def test_failed_rows_are_named_and_the_others_answered_in_one_call_and_in_a_tick
     model = server.model("picky")
     rows = np.array([[1], [3], [5], [3]], np.float32)  # threes fail
     asked = []
-    ask_bytes = server._link._channels.ask
-    server._link._channels.ask = lambda *call: asked.append(call) or ask_bytes(*call)
+    ask_bytes = server._link._infer.ask
+    server._link._infer.ask = lambda *call: asked.append(call) or ask_bytes(*call)
     good = model.infer(rows[::2])
     for ask in (lambda: model.infer(rows), lambda: model.submit(rows).result()):
         with pytest.raises(RowFailed) as caught:
@@ -268,11 +288,12 @@ def test_failed_rows_are_named_and_the_others_answered_in_one_call_and_in_a_tick
 
 @pytest.mark.parametrize("change", [lambda answer: b"\xff\xff", lambda answer: b"", lambda answer: answer[:-1]])
 def test_an_answer_that_cannot_be_read_is_an_error_and_the_next_one_is_read(server, monkeypatch, change):
-    model, ask = server.model("affine"), grpc_channel.Channels.ask
+    model, infer = server.model("affine"), type(server._link._infer)
+    ask = infer.ask
     for _ in range(2):  # the first is parsed, the second has the form of the first
         assert model.infer(ROW).tolist() == ANSWER
         with monkeypatch.context() as patched:
-            patched.setattr(grpc_channel.Channels, "ask", lambda *given, **more: change(ask(*given, **more)))
+            patched.setattr(infer, "ask", lambda *given, **more: change(ask(*given, **more)))
             with pytest.raises(ProtocolMismatch, match="answer cannot be read"):
                 model.infer(ROW)
     assert model.infer(ROW).tolist() == ANSWER

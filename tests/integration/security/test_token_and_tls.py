@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from tests.serving import serving, walls
 
+from jurybox import native
 from jurybox.client import Error, Refused, ServerGone, connect
+from jurybox.client.remote.http2_calls import Http2Calls
 from jurybox.client.remote.weights import RemotePublisher
 from jurybox.client.rewards import Juror
 from jurybox.protocol import open_inference_pb2 as pb
@@ -145,10 +147,16 @@ def test_a_message_beyond_the_limit_is_refused(stub):
     assert status_of(stub.ServerMetadata, pb.ServerMetadataRequest(), metadata=long, timeout=1) is not None
 
 
-def test_the_client_connects_with_the_token_and_the_certificate(server, folder, monkeypatch):
+@pytest.mark.parametrize("http2", ["auto", "grpcio"])
+def test_the_client_connects_with_the_token_and_the_certificate(server, folder, monkeypatch, http2):
     monkeypatch.setenv("JURYBOX_TLS_CA", str(folder / "cert.pem"))
+    monkeypatch.setenv("JURYBOX_GRPC_HTTP2", http2)
     with connect(f"grpcs://{server.grpc}", token=TOKEN) as client:
-        np.testing.assert_array_equal(client.model("affine").infer(X), 2 * X + 1)
+        assert isinstance(client._link._infer, Http2Calls) == (http2 == "auto" and not native.nghttp2()[1])
+        model = client.model("affine")
+        np.testing.assert_array_equal(model.infer(X), 2 * X + 1)
+        many = np.resize(X, (model.max_batch, X.shape[1]))
+        np.testing.assert_array_equal(model.submit(many).result().outputs, 2 * many + 1)
     monkeypatch.setenv("JURYBOX_TOKEN", TOKEN)
     with connect(f"grpcs://{server.grpc}") as client:
         assert set(client.models()) == set(MODELS)

@@ -10,8 +10,8 @@ import grpc
 import numpy as np
 
 from jurybox.client.in_flight import Answer, InFlight
-from jurybox.client.remote.grpc_channel import INFER, Channels
 from jurybox.client.remote.grpc_messages import PlainMessages
+from jurybox.client.remote.infer_calls import InferCalls
 from jurybox.client.transports.transport import NOT_FIT, NOT_SENT, Caller, RowPlace
 from jurybox.protocol.errors import Code, Error
 
@@ -20,7 +20,7 @@ class GrpcCaller(Caller):
     """A caller that copies neither the input nor the outputs to the lane's rows, unless the answer is an unusual one.
 
     Args:
-        channels: makes the calls, each in the caller's thread.
+        calls: makes the calls, each in the caller's thread.
         messages: the model's messages.
         place: the row.
         read: reads a failed call, or an answer of unknown form, and writes its outputs to the row.
@@ -31,12 +31,12 @@ class GrpcCaller(Caller):
 
     def __init__(
         self,
-        channels: Channels,
+        calls: InferCalls,
         messages: PlainMessages,
         place: RowPlace,
         read: Callable[[InFlight, Any], Answer],
     ) -> None:
-        self._channels = channels
+        self._calls = calls
         self._messages = messages
         self._place = place
         self._read = read
@@ -56,7 +56,7 @@ class GrpcCaller(Caller):
             return int(Code.TIMEOUT)
         self.deadline = time.monotonic_ns() + int(seconds * 1e9)
         try:
-            answer: Any = self._channels.ask(INFER, self._messages.request_of(row), max(0.001, seconds))
+            answer: Any = self._calls.ask(self._messages.request_of(row), max(0.001, seconds))
         except (Error, grpc.RpcError) as error:
             return self._read_by_itself(sequence, error)
         form = self._messages.form_of(1, answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import json
 import os
@@ -10,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -18,6 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from jurybox.client.link import closed_connection
+from jurybox.client.remote.infer_calls import Metadata
 from jurybox.protocol import control_pb2, forks, open_inference_pb2
 from jurybox.protocol.address import is_loopback
 from jurybox.protocol.errors import TABLE, Code, Error, Refused, error_for
@@ -117,8 +116,6 @@ class _Core:
 
 
 CORE = _Core()
-Metadata = tuple[tuple[str, str], ...]
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 _interrupted: list[grpc.Channel] = []  # closed; see Channels.call
 
 
@@ -147,11 +144,11 @@ class _Calls:
 
     def of(self, path: str) -> Any:
         if (found := self._found.get(path)) is None:
-            found = self._found[path] = _unary(self.channel, path)
+            found = self._found[path] = unary(self.channel, path)
         return found
 
 
-def _unary(channel: grpc.Channel, path: str, parse: Callable[[bytes], Any] | None = None) -> Any:
+def unary(channel: grpc.Channel, path: str, parse: Callable[[bytes], Any] | None = None) -> Any:
     """Return a method that takes bytes; `parse` is called with its responses."""
     try:  # as generated code does: a path that is known to the channel takes 5 us less in each call
         return channel.unary_unary(path, None, parse, _registered_method=True)
@@ -253,58 +250,6 @@ class Channels:
             self.close()
 
 
-class TicketCalls:
-    """Starts calls whose answers are awaited elsewhere, in a thread that the first of them starts.
-
-    gRPC acquires locks in Python code. A KeyboardInterrupt, which occurs only in the main thread, could leave such a
-    lock held for ever, and every later call would hang. The thread ends when this object is closed or collected.
-
-    Args:
-        channels: opens the thread's own channel.
-    """
-
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
-        self._queue: SimpleQueue[tuple[bytes, float, Callable[[Any], None]] | None] | None = None
-        self._ends: list[weakref.finalize[..., TicketCalls]] = []
-
-    def start(self, request: bytes, timeout: float, done: Callable[[Any], None]) -> None:
-        """Start a ModelInfer. `done` is called with it in a thread of gRPC, or with None if it could not be started.
-
-        Raises:
-            Refused: as `Channels.open`.
-        """
-        CORE.check()
-        if (queue := self._queue) is None:
-            channel, queue = self._channels.open(), SimpleQueue()
-            self._ends.append(weakref.finalize(self, queue.put, None))
-            # It comes from _thread: this may be a destructor that was called inside of threading.
-            _thread.start_new_thread(_start_calls, (channel, self._channels.metadata, queue))
-            self._queue = queue
-        if self._channels.closed:  # perhaps meanwhile
-            self.close()
-            raise closed_connection()
-        queue.put((request, timeout, done))
-
-    def close(self) -> None:
-        """End the thread, and with it the calls that are under way."""
-        for end in self._ends:  # more than one if a nested call started a thread at the same time
-            end()
-
-
-def _start_calls(channel: grpc.Channel, metadata: Metadata, queue: SimpleQueue[Any]) -> None:
-    mark_serving()
-    method = _unary(channel, INFER, in_service(bytes))
-    while (call := queue.get()) is not None:
-        request, timeout, done = call
-        try:
-            method.future(request, timeout=timeout, metadata=metadata).add_done_callback(done)
-        except Exception:  # noqa: BLE001  gRPC cannot make the call
-            done(None)
-        del call, request, done  # they refer to what ends this thread when it is collected
-    channel.close()
-
-
 def in_service(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Return a function that parses a message in a thread of gRPC, which this marks as one that carries answers."""
 
@@ -335,19 +280,33 @@ def _open(address: str, tls_ca: str | bytes | None) -> grpc.Channel:
     options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_loopback(_host(address)) else _OPTIONS
     if scheme == "grpc":
         return grpc.insecure_channel(where, options)
+    return grpc.secure_channel(where, grpc.ssl_channel_credentials(authority_of(tls_ca)), options)
+
+
+def authority_of(tls_ca: str | bytes | None) -> bytes | None:
+    """Return the certificate of `tls_ca`, a path or its contents, or of JURYBOX_TLS_CA; None: gRPC's own are used.
+
+    Raises:
+        Refused: the file cannot be read.
+    """
     if isinstance(tls_ca, bytes):
-        return grpc.secure_channel(where, grpc.ssl_channel_credentials(tls_ca), options)
+        return tls_ca
     authority = tls_ca or os.environ.get("JURYBOX_TLS_CA")
     try:
-        roots = Path(authority).read_bytes() if authority else None
+        return Path(authority).read_bytes() if authority else None
     except OSError as error:
         named = "tls_ca" if tls_ca else "JURYBOX_TLS_CA"
         raise Refused(f"{named}={authority!r} cannot be read: {error.strerror}; expected a PEM file") from error
-    return grpc.secure_channel(where, grpc.ssl_channel_credentials(roots), options)
 
 
 def _host(address: str) -> str:
-    return address.partition("://")[2].rpartition(":")[0].strip("[]")
+    return host_and_port(address)[0]
+
+
+def host_and_port(address: str) -> tuple[str, str]:
+    """Return the host, without the brackets of IPv6, and the port of SCHEME://HOST:PORT."""
+    host, _, port = address.partition("://")[2].rpartition(":")
+    return host.strip("[]"), port
 
 
 def through_proxy(address: str) -> str:

@@ -11,8 +11,11 @@ import grpc
 
 from jurybox.client.lane import Lane
 from jurybox.client.link import POLL, Link, OneEngine, RowsHere, Transfer, spec_of, traced, wants_traces
-from jurybox.client.remote.grpc_channel import Channels, TicketCalls, raised, through_proxy, token_metadata
+from jurybox.client.remote.grpc_channel import Channels, raised, through_proxy, token_metadata
 from jurybox.client.remote.grpc_transport import GrpcTransport
+from jurybox.client.remote.grpcio_calls import GrpcioCalls
+from jurybox.client.remote.http2_calls import Http2Calls, can_dial
+from jurybox.client.remote.infer_calls import InferCalls
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.control_pb2 import ModelMessage, StatusRequest, TensorSpecMessage
@@ -53,7 +56,7 @@ class GrpcLink(Link):
         self._address = address
         self._traces = wants_traces()
         self._channels = Channels(address, token_metadata(address, token), tls_ca)
-        self._tickets = TicketCalls(self._channels)
+        self._infer: InferCalls = GrpcioCalls(self._channels)
         try:
             try:
                 self._channels.call("ServerLive", pb.ServerLiveRequest(), timeout, wait_for_ready=True)
@@ -63,13 +66,15 @@ class GrpcLink(Link):
                     f"running there, and is it grpcs:// if it has a certificate?{through_proxy(address)}"
                 ) from error
             self._told("ServerMetadata", pb.ServerMetadataRequest(), timeout)  # this call checks the token
+            if can_dial(address, tls_ca):
+                self._infer = Http2Calls(address, self._channels.metadata, tls_ca)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         self._closed = True
-        self._tickets.close()
+        self._infer.close()
         self._channels.close()
 
     def models(self, timeout: float) -> list[str]:
@@ -163,7 +168,7 @@ class GrpcLink(Link):
             time.sleep(POLL)
         spec = spec_of(message)
         memory = RowsHere(spec, rows or message.max_batch)
-        transport = GrpcTransport(self._channels, self._tickets, spec, memory, priority)
+        transport = GrpcTransport(self._infer, spec, memory, priority)
         carrier = traced(transport, name) if self._traces else transport
         lane = Lane(name, OneEngine(), memory, carrier, 0, 0, memory.rows, transport.end_sessions, far=True)
         return lane, spec, message.max_batch

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import threading
 import time
 import weakref
 from collections import deque
@@ -25,13 +24,13 @@ from numpy.typing import NDArray
 from jurybox.client.in_flight import Answer, Claim, InFlight
 from jurybox.client.link import RowsHere
 from jurybox.client.remote.grpc_caller import GrpcCaller, passed
-from jurybox.client.remote.grpc_channel import INFER, Channels, TicketCalls, failure
+from jurybox.client.remote.grpc_channel import failure
 from jurybox.client.remote.grpc_messages import plain_messages
+from jurybox.client.remote.infer_calls import InferCalls
 from jurybox.client.transports.transport import RowPlace, Transport, Watching
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.arena import LOAD, STORE
-from jurybox.protocol.errors import Code, Error, Refused, plain
-from jurybox.protocol.locks import IN_SERVICE, is_serving
+from jurybox.protocol.errors import Code, Error, plain
 from jurybox.protocol.row_frames import checked_elements, extents_of_text, extents_text, joined_strings, split_strings
 from jurybox.protocol.scoreboard import NORMAL
 from jurybox.protocol.spec import BYTES, OIP_NAMES, ModelSpec, TensorSpec
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 _ROW_ERRORS = "row_errors"  # the parameter with which an answer tells failed rows apart
 _FAREWELL = 0.5  # seconds to wait while the gateway is notified of closed sessions
-_parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
 
 class _GrpcCall:
@@ -56,31 +54,22 @@ class _GrpcCall:
 class GrpcTransport(Transport):
     """Sends every ticket as a call.
 
-    `exchange` makes the call in the caller's thread. The other tickets are started by a thread of the connection, and
-    answered in one of gRPC's.
-
     Args:
-        channels: makes calls.
-        tickets: starts the others.
+        calls: makes them.
         spec: the model's spec.
         rows: the lane's rows: inputs are read from them and outputs are written to them.
         priority: of all requests, one of scoreboard.PRIORITIES.
     """
 
-    def __init__(
-        self, channels: Channels, tickets: TicketCalls, spec: ModelSpec, rows: RowsHere, priority: int = NORMAL
-    ) -> None:
-        self._channels = channels
-        self._tickets = tickets
+    def __init__(self, calls: InferCalls, spec: ModelSpec, rows: RowsHere, priority: int = NORMAL) -> None:
+        self._infer = calls
+        self._started = calls.started()
         self._spec = spec
         self._rows = rows
         self._calls: dict[int, _GrpcCall] = {}  # by sequence, the last call; answers of earlier ones are dropped
-        self._done: deque[tuple[_GrpcCall, InFlight, Any]] = deque()  # filled by gRPC's threads, until they are settled
+        self._done: deque[tuple[_GrpcCall, InFlight, Any]] = deque()  # ended calls, until they are settled
         self._answers: dict[int, Answer] = {}  # that are in their rows, and not settled
         self._reading: dict[int, weakref.ref[Claim]] = {}  # the calls that copy an answer to its rows
-        self._news = threading.Lock()  # released when _done is appended to; not an Event, whose internal lock could be
-        self._news.acquire()  # left held by a KeyboardInterrupt
-        self._watching: Watching | None = None
         self._client = secrets.token_hex(16) if spec.state else ""  # identifies this lane's sessions to the gateway
         self._base = pb.ModelInferRequest(model_name=spec.name)
         self._base.parameters[_ROW_ERRORS].bool_param = True
@@ -95,9 +84,9 @@ class GrpcTransport(Transport):
         try:
             request = self._request(ticket)
         except Error as error:
-            self._arrived(asked, ticket, error)
+            self._done.append((asked, ticket, error))
         else:
-            self._tickets.start(request, _left(ticket), lambda call: self._arrived(asked, ticket, call))
+            self._started.start(request, _left(ticket), lambda outcome: self._done.append((asked, ticket, outcome)))
         asked.started = True
 
     def exchange(self, ticket: InFlight, timeout: float) -> Answer | None:
@@ -105,7 +94,7 @@ class GrpcTransport(Transport):
         if ticket.deadline <= time.monotonic_ns():  # gRPC would allow the call a millisecond, which may be enough
             return Answer(ticket.sequence, Code.TIMEOUT, passed(self._spec.name), 0, ticket.incarnation)
         try:
-            call: Any = self._channels.ask(INFER, self._request(ticket), _left(ticket))
+            call: Any = self._infer.ask(self._request(ticket), _left(ticket))
         except (Error, grpc.RpcError) as error:
             call = error
         return self._read(ticket, call)
@@ -114,7 +103,7 @@ class GrpcTransport(Transport):
         """See Transport.caller. None unless it is one row of an only input, and all rows have fixed sizes."""
         if self._plain is None or place.input is None or place.outputs is None or place.rows != 1:
             return None
-        return GrpcCaller(self._channels, self._plain, place, self._read)
+        return GrpcCaller(self._infer, self._plain, place, self._read)
 
     def _request(self, ticket: InFlight) -> bytes:
         """Return a ticket's message. Raises Error (SPEC_MISMATCH) if a row's size is invalid."""
@@ -171,19 +160,18 @@ class GrpcTransport(Transport):
         request.parameters["session_client"].string_param = self._client
         request.parameters["sessions"].string_param = ""
         with contextlib.suppress(Error, grpc.RpcError):
-            self._channels.call("ModelInfer", request, _FAREWELL)
+            self._infer.ask(request.SerializeToString(), _FAREWELL)
 
     def receive(self, timeout: float) -> Sequence[Answer]:
-        if timeout and is_serving():
-            raise Refused(f"no answer of {self._spec.name!r} can be awaited here: {IN_SERVICE}")
         until = time.monotonic() + timeout
+        left = 0.0 if self._done else timeout
         while True:
+            self._started.wait(max(0.0, left))
             for done in list(self._done):
                 self._take_in(done)
             left = until - time.monotonic()
             if self._answers or left <= 0:
                 return list(self._answers.values())
-            self._news.acquire(timeout=left)
 
     def _take_in(self, done: tuple[_GrpcCall, InFlight, Any]) -> None:
         """Read the answer of a finished call, unless that was done or nobody waits for it."""
@@ -224,28 +212,16 @@ class GrpcTransport(Transport):
         return (asked := self._calls.get(ticket.sequence)) is not None and asked.started
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        self._watching = Watching(loop, arrived)
+        self._started.watch(Watching(loop, arrived))
 
     def close(self) -> None:
-        """See Transport.close. Calls are not cancelled; they run until they are answered or the channel is closed.
-
-        The garbage collector may call this at any point, so it must not acquire any of gRPC's locks.
-        """
-        self._watching, self._calls, self._answers = None, {}, {}
+        """See Transport.close. The garbage collector may call this at any point."""
+        self._started.close()
+        self._calls, self._answers = {}, {}
 
     def forked(self) -> None:
-        """See Transport.forked. The gRPC calls belong to the parent."""
-        _parents.append((self._channels, self._tickets, self._calls, self._done))
-        self._watching, self._calls, self._answers, self._done = None, {}, {}, deque()
-
-    def _arrived(self, asked: _GrpcCall, ticket: InFlight, call: Any) -> None:
-        """Record a finished call. Called in a gRPC thread, or by `send` if the call could not be made."""
-        self._done.append((asked, ticket, call))
-        with contextlib.suppress(RuntimeError):  # already released
-            self._news.release()
-        if (watching := self._watching) is not None and watching.on:
-            with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-                watching.tell()
+        self._started.forked()
+        self._calls, self._answers, self._done = {}, {}, deque()
 
     def _read(self, ticket: InFlight, call: Any) -> Answer:
         def answer(code: int, message: str, version: int = 0) -> Answer:
@@ -253,10 +229,6 @@ class GrpcTransport(Transport):
 
         if isinstance(call, Error):  # the call was not sent
             return answer(call.code, str(call))
-        if call is None or (isinstance(call, grpc.Future) and call.cancelled()):
-            return answer(Code.SERVER_GONE, "the connection was closed")
-        if isinstance(call, grpc.Future):  # `send` started it
-            call = call.exception() or call.result()
         if isinstance(call, grpc.RpcError):
             code, message = failure(call)
             late = (

@@ -1,0 +1,745 @@
+"""Calls over HTTP/2 lines of our own, to a gateway that does what it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+from tests.serving import wait_until
+
+from jurybox import native
+from jurybox.client.remote import http2_call, http2_calls, http2_line
+from jurybox.client.remote.grpc_channel import failure
+from jurybox.client.remote.http2_calls import Http2Calls, Http2Started, can_dial
+from jurybox.client.remote.infer_calls import INFER, Failed
+from jurybox.protocol.errors import Code, Refused
+
+pytestmark = pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")
+
+CALL, MESSAGE, GONE = 0, 1, 4  # events of native.GrpcConnection
+HOLD, CUT, DRAIN = "hold", "cut", "drain"
+
+
+class Fail(NamedTuple):
+    """How a call ends that does not succeed."""
+
+    status: int
+    details: str
+    trailing: tuple[tuple[str, str], ...]
+
+
+BUSY = Fail(14, "not now", ())
+
+
+class Peer:
+    """A connection of the gateway."""
+
+    def __init__(self, gateway: Gateway, accepted: socket.socket) -> None:
+        budget = native.Budget((1 << 30, 1 << 30, 1000), (1 << 30, 1 << 30, 1000))
+        self.http2 = native.GrpcConnection(1 << 30, 1 << 16, 100, native.Account(budget, 0))
+        self.gateway, self.socket, self.lock = gateway, accepted, threading.RLock()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while data := self.socket.recv(1 << 16):
+                with self.lock:
+                    self.heard(data)
+        self.socket.close()
+
+    def heard(self, data: bytes) -> None:
+        events = self.http2.feed(data, len(data))
+        while self.http2.more:
+            events += self.http2.feed(b"", 0)
+        for event in events:
+            assert event is not None
+            kind, call, value = event
+            if kind == CALL:
+                self.gateway.paths.append(bytes(value[0]).decode())
+                self.gateway.metadata.append(dict(self.http2.metadata(call)))
+            elif kind == MESSAGE:
+                self.http2.taken(call, len(value))
+                self.gateway.asked.append(bytes(value))
+                self.do(call, bytes(value), self.gateway.answers(bytes(value)))
+            elif kind == GONE:
+                self.gateway.gone.append(call)
+        self.flush()
+
+    def do(self, call: int, message: bytes, what: Any) -> None:
+        if what == HOLD:
+            self.gateway.held.append((self, call, message))
+        elif what == CUT:
+            raise EOFError
+        elif isinstance(what, Fail):
+            self.http2.finish(call, what.status, what.details, what.trailing)
+        else:
+            if what == DRAIN:
+                self.http2.drain()
+            self.http2.send(call, b"to " + message)
+            self.http2.finish(call, 0, "", ())
+
+    def answer(self, call: int, message: bytes, what: Any = None) -> None:
+        with self.lock:
+            self.do(call, message, what)
+            self.flush()
+
+    def flush(self) -> None:
+        while data := self.http2.outgoing():
+            self.socket.sendall(data)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class Gateway:
+    """Answers each call as the next of `script` says, or with "to " and its message."""
+
+    def __init__(self) -> None:
+        self.script: list[Any] = []
+        self.asked: list[bytes] = []
+        self.paths: list[str] = []
+        self.metadata: list[dict[bytes, bytes]] = []
+        self.held: list[tuple[Peer, int, bytes]] = []
+        self.gone: list[int] = []
+        self.peers: list[Peer] = []
+        self.listen()
+
+    def listen(self, port: int = 0) -> None:
+        self.socket = socket.create_server(("127.0.0.1", port))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        self.port = self.socket.getsockname()[1]
+        threading.Thread(target=self.accept, args=(self.socket,), daemon=True).start()
+
+    def accept(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.peers.append(Peer(self, listening.accept()[0]))
+                self.peers[-1].thread.start()
+
+    def answers(self, message: bytes) -> Any:
+        return self.script.pop(0) if self.script else None
+
+    @property
+    def address(self) -> str:
+        return f"grpc://127.0.0.1:{self.port}"
+
+    def cut(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+    def deaf(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def close(self) -> None:
+        self.deaf()
+        self.cut()
+        for peer in self.peers:
+            if peer.thread.ident:
+                peer.thread.join(30)
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture
+def calls(gateway: Gateway) -> Iterator[Http2Calls]:
+    calls = Http2Calls(gateway.address, (("authorization", "Bearer me"),))
+    yield calls
+    calls.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_call, "_FIRST_PAUSE", 0.002)
+
+
+@pytest.fixture
+def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that pauses before it is made again is not made again."""
+    for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
+        monkeypatch.setattr(http2_call, name, 1000.0)
+
+
+class Started:
+    """The calls of a lane, and how they ended."""
+
+    def __init__(self, calls: Http2Calls) -> None:
+        self.calls: Http2Started = calls.started()
+        self.ended: dict[bytes, Any] = {}
+
+    def start(self, request: bytes, timeout: float = 30.0) -> None:
+        self.calls.start(request, timeout, lambda outcome: self.ended.__setitem__(request, outcome))
+
+    def wait_for(self, *requests: bytes) -> list[Any]:
+        until = time.monotonic() + 30
+        while not all(request in self.ended for request in requests):
+            assert time.monotonic() < until
+            self.calls.wait(1.0)
+        return [self.ended[request] for request in requests]
+
+
+@pytest.fixture
+def started(calls: Http2Calls) -> Iterator[Started]:
+    started = Started(calls)
+    yield started
+    started.calls.close()
+
+
+def ways(calls: Http2Calls, started: Started) -> list[Callable[[bytes], Any]]:
+    """Both ways to make a call, which raise its failure."""
+
+    def later(request: bytes) -> Any:
+        started.start(request)
+        (outcome,) = started.wait_for(request)
+        if isinstance(outcome, grpc.RpcError):
+            raise outcome
+        return outcome
+
+    return [lambda request: calls.ask(request, 30.0), later]
+
+
+def test_calls_one_after_the_other_share_a_line_and_bring_the_token(gateway, calls):
+    for number in range(3):
+        assert calls.ask(b"%d" % number, 30.0) == b"to %d" % number
+    assert len(gateway.peers) == 1 and gateway.paths == [INFER] * 3
+    assert all(one[b"authorization"] == b"Bearer me" for one in gateway.metadata)
+
+
+def test_calls_at_the_same_time_have_lines_of_their_own_which_are_kept(gateway, calls):
+    gateway.script = [HOLD, HOLD]
+    came: dict[bytes, bytes] = {}
+    threads = [
+        threading.Thread(target=lambda each=each: came.__setitem__(each, calls.ask(each, 30.0)))
+        for each in (b"a", b"b")
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(gateway.held) == 2)
+    for peer, call, message in reversed(gateway.held):
+        peer.answer(call, message)
+    for thread in threads:
+        thread.join(30)
+    assert came == {b"a": b"to a", b"b": b"to b"} and len(gateway.peers) == 2
+    assert calls.ask(b"c", 30.0) == b"to c" and len(gateway.peers) == 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 20 << 20])
+def test_messages_of_any_length_arrive_whole(gateway, calls, started, size):
+    message = os.urandom(size)
+    for ask in ways(calls, started):
+        assert ask(message) == b"to " + message
+
+
+def test_a_failed_call_has_the_status_the_words_and_the_code_of_the_gateway(gateway, calls, started):
+    for ask in ways(calls, started):
+        gateway.script = [Fail(9, "no: 100% full, ä", (("jurybox-code", str(int(Code.BUSY))),))]
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(b"x")
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert failure(caught.value) == (Code.BUSY, "no: 100% full, ä")
+        assert ask(b"y") == b"to y"
+    assert len(gateway.peers) == 1, "the line was used again"
+
+
+@pytest.mark.parametrize("what", [BUSY, CUT])
+@pytest.mark.parametrize("times", [4, 5])
+def test_a_call_is_made_again_while_the_gateway_is_unavailable_but_not_for_ever(gateway, calls, started, what, times):
+    for ask in ways(calls, started):
+        gateway.script, gateway.asked[:] = [what] * times, []
+        if times < 5:
+            assert ask(b"x") == b"to x"
+        else:
+            with pytest.raises(grpc.RpcError, match="not now" if what is BUSY else "closed|reset") as caught:
+                ask(b"x")
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert gateway.asked == [b"x"] * 5
+
+
+def test_the_pauses_between_attempts_grow(gateway, calls, started, monkeypatch):
+    monkeypatch.setattr(http2_call, "_FIRST_PAUSE", 0.02)
+    for ask in ways(calls, started):
+        gateway.script, at = [BUSY] * 4, time.monotonic()
+        ask(b"x")
+        assert time.monotonic() - at >= 0.02 * (1 + 2 + 4 + 8)
+
+
+def test_a_line_that_was_closed_while_it_was_idle_is_replaced_without_a_pause(gateway, calls, started, endless_pauses):
+    for ask in ways(calls, started):
+        assert ask(b"x") == b"to x"
+        gateway.cut()
+        for peer in gateway.peers:
+            peer.thread.join(30)
+        gateway.peers.clear()
+        assert ask(b"y") == b"to y" and len(gateway.peers) == 1
+
+
+def test_a_gateway_that_leaves_answers_what_it_has_and_gets_nothing_new_there(gateway, calls, started):
+    for ask in ways(calls, started):
+        gateway.script = [DRAIN]
+        assert ask(b"x") == b"to x"
+        before = len(gateway.peers)
+        assert ask(b"y") == b"to y" and len(gateway.peers) == before + 1
+
+
+def test_a_call_in_flight_is_answered_by_a_gateway_that_leaves_and_the_next_goes_elsewhere(gateway, started):
+    gateway.script = [HOLD, DRAIN]
+    started.start(b"x")
+    started.start(b"y")
+    assert started.wait_for(b"y") == [b"to y"]
+    started.start(b"z")
+    assert started.wait_for(b"z") == [b"to z"]
+    ((peer, call, message),) = gateway.held
+    peer.answer(call, message)
+    assert started.wait_for(b"x") == [b"to x"] and gateway.asked == [b"x", b"y", b"z"]
+
+
+def test_where_nobody_listens_the_address_is_named(gateway, calls, started):
+    gateway.deaf()
+    for ask in ways(calls, started):
+        with pytest.raises(grpc.RpcError, match=f"no connection to 127.0.0.1:{gateway.port}: .*refused") as caught:
+            ask(b"x")
+        assert failure(caught.value)[0] == Code.SERVER_GONE
+    gateway.listen(gateway.port)
+    assert calls.ask(b"x", 30.0) == b"to x"
+
+
+def test_a_name_that_nobody_knows_is_a_gateway_that_is_unavailable(monkeypatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(grpc.RpcError, match="no connection to nowhere:80: Name or service not known"):
+        Http2Calls("grpc://nowhere:80", ()).ask(b"x", 30.0)
+
+
+def test_the_addresses_of_a_host_are_tried_in_turn_without_a_pause(gateway, endless_pauses, monkeypatch):
+    found = socket.getaddrinfo
+    free = socket.create_server(("127.0.0.1", 0))
+    dead = free.getsockname()[1]
+    free.close()
+
+    def here(*given: Any, **more: Any) -> list[Any]:
+        return [*found("127.0.0.1", dead, **more), *found("127.0.0.1", gateway.port, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+    calls = Http2Calls("grpc://two:1", ())
+    other = Started(calls)
+    for ask in ways(calls, other):
+        assert ask(b"x") == b"to x"
+    other.calls.close()
+    calls.close()
+
+
+def test_a_call_whose_time_is_over_ends_and_its_line_goes_on(gateway, calls, started):
+    for number, ask in enumerate((lambda: calls.ask(b"x", 0.2), lambda: started.start(b"x", 0.2))):
+        gateway.script = [HOLD]
+        if number == 0:
+            with pytest.raises(grpc.RpcError) as caught:
+                ask()
+            error = caught.value
+        else:
+            ask()
+            (error,) = started.wait_for(b"x")
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert ways(calls, started)[number](b"y") == b"to y" and len(gateway.peers) == 1
+        wait_until(lambda number=number: len(gateway.gone) == number + 1, what="the gateway is told")
+
+
+def test_a_response_over_the_limit_is_refused_and_the_line_goes_on(gateway, monkeypatch):
+    for module in (http2_call, http2_line):
+        monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    calls = Http2Calls(gateway.address, ())
+    with pytest.raises(grpc.RpcError, match="the response has 1003 bytes, more than 1000") as caught:
+        calls.ask(bytes(1000), 30.0)
+    assert failure(caught.value)[0] == Code.TOO_LARGE
+    assert calls.ask(b"x", 30.0) == b"to x" and len(gateway.peers) == 1
+    started = Started(calls)
+    for ask in ways(calls, started):
+        with pytest.raises(grpc.RpcError, match="the request has 1001 bytes, more than 1000") as caught:
+            ask(bytes(1001))
+        assert failure(caught.value)[0] == Code.TOO_LARGE
+    assert len(gateway.asked) == 2
+    started.calls.close()
+    calls.close()
+
+
+def test_calls_that_are_awaited_later_share_a_line_and_are_answered_in_any_order(gateway, started):
+    gateway.script = [HOLD] * 20
+    names = [b"%d" % number for number in range(20)]
+    for name in names:
+        started.start(name)
+    wait_until(lambda: len(gateway.held) == 20, what="calls that nobody waits for yet")
+    assert len(gateway.peers) == 1
+    for number, (peer, call, message) in enumerate(reversed(gateway.held)):
+        peer.answer(call, message)
+        if number == 0:
+            assert started.wait_for(names[-1]) == [b"to 19"] and len(started.ended) == 1
+    assert started.wait_for(*names) == [b"to " + name for name in names]
+
+
+def test_a_wait_ends_with_its_time_and_with_the_first_call_that_ends(gateway, started):
+    gateway.script = [HOLD, HOLD]
+    started.start(b"x")
+    started.start(b"y")
+    started.calls.wait(0.0)
+    began = time.monotonic()
+    started.calls.wait(0.3)
+    assert time.monotonic() - began >= 0.3 and not started.ended
+    wait_until(lambda: len(gateway.held) == 2)
+    peer, call, message = gateway.held[1]
+    threading.Timer(0.1, peer.answer, (call, message)).start()
+    while not started.ended:
+        started.calls.wait(1000.0)
+    assert started.ended == {b"y": b"to y"}
+
+
+def test_what_a_cut_line_carried_is_made_again(gateway, started):
+    gateway.script = [HOLD, HOLD]
+    for name in (b"x", b"y"):
+        started.start(name)
+    wait_until(lambda: len(gateway.held) == 2)
+    gateway.cut()
+    assert started.wait_for(b"x", b"y") == [b"to x", b"to y"]
+    assert sorted(gateway.asked) == [b"x", b"x", b"y", b"y"]
+
+
+def test_an_answer_that_came_before_the_gateway_gave_its_line_up_is_read(gateway, started):
+    gateway.script = [HOLD]
+    started.start(b"x")
+    wait_until(lambda: len(gateway.held) == 1)
+    peer, call, message = gateway.held[0]
+    peer.answer(call, message)
+    peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, no orderly end
+    peer.close()
+    peer.thread.join(30)
+    assert started.wait_for(b"x") == [b"to x"] and gateway.asked == [b"x"]
+
+
+@pytest.mark.parametrize("how", ["within a message", "before it knew it"])
+def test_what_a_torn_line_carried_is_made_again_at_once(gateway, started, endless_pauses, how):
+    gateway.script = [HOLD]
+    started.start(b"x")
+    wait_until(lambda: len(gateway.held) == 1)
+    (line,) = started.calls._lines
+    if how == "within a message":
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            started.calls._use(line, interrupt)
+        assert not line.open
+    else:
+        line.user = lambda: None  # the claim of a call that is over
+    assert started.wait_for(b"x") == [b"to x"] and len(gateway.peers) == 2
+    assert line.descriptor == -1 and line not in started.calls._lines
+
+
+def test_what_a_line_carried_that_was_heard_and_then_cut_pauses_first(gateway, started, endless_pauses):
+    gateway.script = [None, HOLD, None, HOLD]
+    for name in (b"a", b"b"):  # the line has served, and b is held
+        started.start(name)
+    started.wait_for(b"a")
+    started.start(b"c")
+    started.wait_for(b"c")
+    started.start(b"d")
+    wait_until(lambda: len(gateway.held) == 2)
+    calls = list(started.calls._under_way)
+    gateway.cut()
+    until = time.monotonic() + 30
+    while any(call.line is not None for call in calls) and time.monotonic() < until:
+        started.calls.wait(0.05)
+    assert [call.again_at > time.monotonic() + 500 for call in calls] == [True, True]
+
+
+def test_a_request_goes_on_when_there_is_room_in_the_socket_again(gateway, calls, started):
+    small = (socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
+    message = os.urandom(1_500_000)  # less than the windows: nothing comes back before it is whole
+    for ask in ways(calls, started):
+        assert ask(b"x") == b"to x"
+        for line in (*calls._free, *started.calls._lines):
+            assert line._socket is not None
+            line._socket.setsockopt(*small)
+        assert ask(message) == b"to " + message
+
+
+def test_a_call_ends_once_whatever_comes_later():
+    told: list[Any] = []
+    call = http2_call.LineCall(b"x", 30.0)
+    call.done = told.append
+    call.finish(b"first")
+    call.late()
+    assert (call.outcome, told) == (b"first", [b"first"])
+
+
+def test_a_call_that_no_gateway_has_looked_at_is_made_again_at_once_but_not_for_ever(endless_pauses):
+    call = http2_call.LineCall(b"x", 30.0)
+    for _ in range(5):
+        call.ended((2, 7, []))
+        assert call.outcome is None and call.again_at == 0.0
+    call.ended((2, 7, []))
+    assert call.outcome is None and call.again_at > time.monotonic() + 500
+
+
+def test_a_nested_wait_makes_the_calls_of_a_line_in_use_again_and_a_look_leaves_it_alone(gateway, started):
+    gateway.script = [HOLD]
+    started.start(b"x")
+    wait_until(lambda: len(gateway.held) == 1)
+    (line,) = started.calls._lines
+
+    def nested() -> None:
+        started.calls.wait(0.0)
+        assert len(line.calls) == 1 and not started.ended
+        assert started.wait_for(b"x") == [b"to x"] and not line.calls
+
+    started.calls._use(line, nested)
+    peer, call, message = gateway.held[0]
+    peer.answer(call, b"late " + message)
+    started.calls.wait(0.3)
+    assert started.ended == {b"x": b"to x"} and len(gateway.peers) == 2
+
+
+def test_an_interrupted_call_leaves_no_line_that_another_one_would_use(gateway, calls, monkeypatch):
+    assert calls.ask(b"x", 30.0) == b"to x"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(http2_line.Line, "wait", interrupt)
+        calls.ask(b"y", 30.0)
+    assert not calls._free and calls.ask(b"z", 30.0) == b"to z" and len(gateway.peers) == 2
+
+
+def test_a_closed_connection_refuses_calls_and_ends_those_that_are_awaited(gateway, calls, started):
+    assert calls.ask(b"x", 30.0) == b"to x"
+    gateway.script = [HOLD]
+    started.start(b"y")
+    calls.close()
+    (error,) = started.wait_for(b"y")
+    assert failure(error) == (Code.SERVER_GONE, "the connection was closed")
+    for ask in ways(calls, started):
+        with pytest.raises(Refused, match="this connection was closed: connect again"):
+            ask(b"z")
+    started.calls.close()
+    for peer in gateway.peers:
+        peer.thread.join(30)
+    assert len(gateway.peers) == 1 and not gateway.peers[0].thread.is_alive(), "no line stays open"
+
+
+def test_a_call_under_way_is_answered_although_its_connection_is_closed_and_its_line_ends_then(gateway, calls):
+    gateway.script, came = [HOLD], []
+    thread = threading.Thread(target=lambda: came.append(calls.ask(b"x", 30.0)))
+    thread.start()
+    wait_until(lambda: len(gateway.held) == 1)
+    calls.close()
+    peer, call, message = gateway.held[0]
+    peer.answer(call, message)
+    thread.join(30)
+    peer.thread.join(30)
+    assert came == [b"to x"] and not peer.thread.is_alive()
+
+
+def test_the_lines_of_a_lane_that_ends_are_kept_for_others_unless_a_call_is_under_way(gateway, calls):
+    first, second = Started(calls), Started(calls)
+    gateway.script = [None, HOLD]
+    first.start(b"x")
+    assert first.wait_for(b"x") == [b"to x"]
+    second.start(b"y")
+    wait_until(lambda: len(gateway.held) == 1)
+    first.calls.close()
+    second.calls.close()
+    gateway.held[0][0].thread.join(30)
+    assert len(calls._free) == 1 and calls.ask(b"z", 30.0) == b"to z" and len(gateway.peers) == 2
+
+
+class Loop:
+    """An event loop as `Watching` tells one: which descriptors it reads, and how often it was told."""
+
+    def __init__(self) -> None:
+        self.reads: set[int] = set()
+        self.told = 0
+        self.on = True
+
+    def read(self, descriptor: int) -> None:
+        self.reads.add(descriptor)
+
+    def unread(self, descriptor: int) -> None:
+        self.reads.discard(descriptor)
+
+    def tell(self) -> None:
+        self.told += 1
+
+
+def test_an_event_loop_reads_one_descriptor_whichever_lines_there_are(gateway, calls):
+    started, loop, later = Started(calls), Loop(), Loop()
+    started.calls.watch(loop)
+    (descriptor,) = loop.reads
+    gateway.script = [CUT]
+    started.start(b"x")
+    until = time.monotonic() + 30
+    while not started.ended and time.monotonic() < until:
+        if select.select([descriptor], [], [], 0.05)[0] or True:
+            started.calls.wait(0.0)
+    assert started.ended == {b"x": b"to x"} and len(gateway.peers) == 2
+    started.calls.watch(later)
+    assert (loop.reads, later.reads) == (set(), {descriptor})
+    started.calls.close()
+    assert not later.reads
+
+
+def test_a_loop_is_told_of_a_call_that_ends_while_another_one_is_started(gateway, calls):
+    started, loop = Started(calls), Loop()
+    gateway.script = [HOLD]
+    started.start(b"x")
+    (line,) = started.calls._lines
+    wait_until(lambda: len(gateway.held) == 1)
+    started.calls.wait(0.05)
+    peer, call, message = gateway.held[0]
+    peer.answer(call, message)
+    wait_until(lambda: bool(select.select([line.descriptor], [], [], 0)[0]), what="its answer")
+    started.calls.watch(loop)
+    begin = line.begin
+
+    def begins_and_reads(call: Any) -> bool:
+        came = begin(call)
+        line.turn()
+        return came
+
+    line.begin = begins_and_reads
+    started.start(b"y")
+    assert b"x" in started.ended and loop.told == 1
+    started.wait_for(b"y")
+    started.calls.close()
+
+
+def test_calls_leave_nothing_to_the_garbage_collector(gateway, calls, started):
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(50):
+            for ask in ways(calls, started):
+                ask(b"%d" % number)
+        assert gc.collect() < 25
+    finally:
+        gc.enable()
+
+
+def test_a_line_that_nobody_has_any_more_is_closed(gateway):
+    calls = Http2Calls(gateway.address, ())
+    started = Started(calls)
+    started.start(b"x")
+    started.wait_for(b"x")
+    calls.ask(b"y", 30.0)
+    assert len(gateway.peers) == 2
+    del calls, started
+    gc.collect()
+    for peer in gateway.peers:
+        peer.thread.join(30)
+    assert not any(peer.thread.is_alive() for peer in gateway.peers)
+
+
+def test_a_forked_child_closes_its_copies_and_the_parent_goes_on(gateway, calls, started):
+    gateway.script = [HOLD]
+    started.start(b"y")
+    wait_until(lambda: len(gateway.held) == 1)
+    assert calls.ask(b"x", 30.0) == b"to x"
+    lines = [*calls._free, *started.calls._lines]
+    assert len(lines) == 2
+    if (child := os.fork()) == 0:
+        closed = not calls._free and all(line.descriptor == -1 for line in lines)
+        started.calls.forked()
+        os._exit(0 if closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    peer, call, message = gateway.held[0]
+    peer.answer(call, message)
+    assert started.wait_for(b"y") == [b"to y"] and calls.ask(b"z", 30.0) == b"to z" and len(gateway.peers) == 2
+
+
+def test_no_files_left_is_said_with_the_remedy_and_does_no_harm_to_what_is_under_way(
+    gateway, calls, started, monkeypatch
+):
+    def full(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    gateway.script = [HOLD]
+    started.start(b"x")
+    wait_until(lambda: len(gateway.held) == 1)
+    with monkeypatch.context() as patched:
+        without = SimpleNamespace(**{**vars(socket), "socket": full})  # only here: the gateway has files
+        patched.setattr(http2_line, "socket", without)
+        with pytest.raises(http2_calls.TooManyFiles, match="ulimit"):
+            calls.ask(b"y", 30.0)
+        gateway.held[0][0].close()
+        for _ in range(3):
+            started.calls.wait(0.01)
+    assert started.wait_for(b"x") == [b"to x"]
+    with monkeypatch.context() as patched:
+        patched.setattr(select, "epoll", full)
+        with pytest.raises(http2_calls.TooManyFiles, match="no epoll descriptor.*ulimit"):
+            Started(calls).start(b"y")
+
+
+@pytest.mark.parametrize(
+    ("address", "authority", "may"),
+    [
+        ("grpc://127.0.0.1:1", None, True),
+        ("grpcs://127.0.0.1:1", None, False),  # grpcio brings authorities along
+        ("grpcs://127.0.0.1:1", b"a certificate", True),
+        ("grpc://127.0.0.1", None, False),
+        ("grpc://far.example:1", None, False),
+    ],
+)
+def test_grpcio_makes_the_calls_that_a_line_cannot(monkeypatch, address, authority, may):
+    monkeypatch.setenv("grpc_proxy", "http://proxy:1")
+    monkeypatch.delenv("JURYBOX_TLS_CA", raising=False)
+    assert can_dial(address, authority) == may
+    monkeypatch.setattr(http2_line, "native", None)
+    assert not can_dial(address, authority)
+    monkeypatch.setattr(http2_line, "native", SimpleNamespace(nghttp2=lambda: ("", "it is missing")))
+    assert not can_dial(address, authority)
+
+
+NAMES = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "said"),
+    [
+        ((0, 0, [*NAMES, (b"grpc-status", b"x")]), "UNKNOWN", ""),
+        ((0, 0, [*NAMES, (b"grpc-status", b"99")]), "UNKNOWN", ""),
+        ((0, 0, [*NAMES, (b"grpc-status", b"0")]), "UNIMPLEMENTED", "without a response"),
+        ((0, 0, [(b":status", b"404")]), "UNIMPLEMENTED", "HTTP status 404, not gRPC"),
+        ((0, 0, [(b":status", b"503")]), "UNAVAILABLE", "HTTP status 503, not gRPC"),
+        ((0, 0, [(b":status", b"200")]), "UNKNOWN", "HTTP status 200, not gRPC"),
+        ((0, 0, []), "UNKNOWN", "HTTP status missing, not gRPC"),
+        ((1, 8, []), "CANCELLED", "HTTP/2 error 8"),
+        ((1, 2, []), "INTERNAL", "HTTP/2 error 2"),
+        ((1, 11, []), "RESOURCE_EXHAUSTED", "HTTP/2 error 11"),
+        ((2, 7, []), "UNAVAILABLE", "HTTP/2 error 7"),
+        ((3, 77, NAMES), "RESOURCE_EXHAUSTED", "77 bytes"),
+        ((4, 0, NAMES), "UNIMPLEMENTED", "compressed, incomplete or not a single one"),
+    ],
+)
+def test_a_call_that_ends_otherwise_has_the_status_that_grpc_gives_it(ended, status, said):
+    failed: Failed = http2_call.failure_of(ended)
+    assert failed.code().name == status and said in failed.details()
