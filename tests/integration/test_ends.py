@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import threading
@@ -251,14 +252,31 @@ def test_a_handler_within_a_call_of_a_model_cannot_close_what_it_uses(connecting
     server = connecting()
     model, other = server.model("affine"), server.model("affine")
     with model.requests.turns.now:  # as within a call
-        with pytest.raises(Refused, match="a call of 'affine' is under way in this thread: .*; close afterwards"):
-            server.close()
+        for close in (server.close, model.close):
+            with pytest.raises(Refused, match="a call of 'affine' is under way in this thread: .*; close afterwards"):
+                close()
         assert model.infer(X).shape == (2, 4)
         with pytest.raises(Refused, match="closed"):
             other.infer(X)
     server.close()
     with pytest.raises(Refused, match="closed"):
         model.infer(X)
+
+
+def test_a_ticket_whose_model_another_task_closes_is_refused(connecting):
+    model = connecting().model("affine")
+
+    async def closed_while_it_is_awaited():
+        answer = model.requests.lane.transport.receive
+        model.requests.lane.transport.receive = lambda timeout: ()  # none comes
+        awaited = asyncio.ensure_future(model.submit(X).result_async(60.0))
+        await asyncio.sleep(0.05)
+        model.requests.lane.transport.receive = answer
+        model.close()
+        await awaited
+
+    with pytest.raises(Refused, match="model 'affine' was closed: get it again"):
+        asyncio.run(closed_while_it_is_awaited())
 
 
 def test_closing_a_connection_closes_its_sessions(connecting, running):

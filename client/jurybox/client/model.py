@@ -357,6 +357,7 @@ class Model(forks.Closing):
 
         Raises:
             Timeout: another thread's call did not end within the default time-out; the lane is still leased.
+            Refused: this is a signal handler or a destructor within a call of this model: close it afterwards.
         """
         self.requests.end()
 

@@ -18,7 +18,7 @@ from jurybox.client.row_codec import Checked, words
 from jurybox.client.ticket import Reply
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
-from jurybox.protocol.locks import Taken
+from jurybox.protocol.locks import NESTED, Taken
 from jurybox.protocol.spec import ModelSpec
 
 
@@ -208,7 +208,9 @@ class Requests:
         return run
 
     def end(self) -> None:
-        """Release the lane. Does not need the lock. Raises Timeout; see `Model.close`."""
+        """Release the lane. Does not need the lock. Raises Timeout or Refused; see `Model.close`."""
+        if self.turns.mine:
+            raise Refused(f"a call of {self.name!r} is under way in this thread: {NESTED}; close afterwards")
         self.turns.run(self.close, self.turns.deadline(None))
 
     def close(self) -> None:

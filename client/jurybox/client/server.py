@@ -19,7 +19,6 @@ from jurybox.client.row_allocator import MOST_ROWS, whole
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Timeout
 from jurybox.protocol.forks import Closing
-from jurybox.protocol.locks import NESTED
 from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import ModelSpec
 
@@ -425,10 +424,6 @@ class Server(Closing):
         used: Error | None = None
         for requests in list(self._requests):
             try:
-                if requests.turns.mine:
-                    raise Refused(
-                        f"a call of {requests.name!r} is under way in this thread: {NESTED}; close afterwards"
-                    )
                 requests.end()
             except (Timeout, Refused) as error:
                 used = error

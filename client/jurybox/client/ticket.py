@@ -177,6 +177,8 @@ class Ticket:
         if sent is not None and sent.answer is None:
             await turns.alone(lambda: turns.watch(lane, loop), deadline)
             while sent.answer is None:
+                if lane.gone is not None:  # another task has closed the model
+                    raise lane.lost()
                 left = (deadline - time.monotonic_ns()) / 1e9
                 if left <= 0:
                     raise Timeout(lane.why_late(sent))
@@ -188,7 +190,8 @@ class Ticket:
                     await asyncio.wait_for(future, min(left, LOOK_AFTER))
                 except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
                     sent.waiters = [waiter for waiter in sent.waiters or () if waiter[1] is not future]
-                    await turns.alone(lambda: lane.look_after((sent,)), deadline)
+                    if lane.gone is None:
+                        await turns.alone(lambda: lane.look_after((sent,)), deadline)
         return await turns.alone(self._collected, deadline)
 
     # ---- for servers that forward requests from an event loop, without one task per ticket
