@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import select
@@ -11,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -292,6 +294,27 @@ def test_a_line_that_was_closed_while_it_was_idle_is_replaced_without_a_pause(ga
         assert ask(b"y") == b"to y" and len(gateway.peers) == 1
 
 
+def test_many_lines_that_were_closed_while_they_were_idle_cost_a_call_no_attempts(
+    gateway, calls, started, endless_pauses
+):
+    for ask in ways(calls, started):
+        gateway.script = [HOLD] * 15
+        threads = [threading.Thread(target=calls.ask, args=(b"x", 30.0)) for _ in range(15)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(gateway.held) == 15)
+        for peer, call, message in gateway.held:
+            peer.answer(call, message)
+        for thread in threads:
+            thread.join(30)
+        gateway.cut()
+        for peer in gateway.peers:
+            peer.thread.join(30)
+        gateway.peers.clear()
+        gateway.held.clear()
+        assert ask(b"y") == b"to y" and len(gateway.peers) == 1 and len(calls._free) < 2
+
+
 def test_a_gateway_that_leaves_answers_what_it_has_and_gets_nothing_new_there(gateway, calls, started):
     for ask in ways(calls, started):
         gateway.script = [DRAIN]
@@ -347,6 +370,93 @@ def test_the_addresses_of_a_host_are_tried_in_turn_without_a_pause(gateway, endl
         assert ask(b"x") == b"to x"
     other.calls.close()
     calls.close()
+
+
+def test_an_address_to_which_there_is_no_way_is_named_and_another_one_tried(gateway, endless_pauses, monkeypatch):
+    found = socket.getaddrinfo
+    nowhere = ("255.255.255.255", 1)  # connecting fails at once
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **more: found(*nowhere, **more))
+    line = http2_line.Line(Http2Calls("grpc://two:1", ())._target, 0)
+    assert line.broken == f"no connection to two:1: {os.strerror(errno.ENETUNREACH)}"
+    there = lambda *_, **more: [*found(*nowhere, **more), *found("127.0.0.1", gateway.port, **more)]  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", there)
+    calls = Http2Calls("grpc://two:1", ())
+    other = Started(calls)
+    for ask in ways(calls, other):
+        assert ask(b"x") == b"to x"
+    other.calls.close()
+    calls.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """An address that never answers who connects."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=0)
+    address = listening.getsockname()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listening)
+        for _ in range(4):
+            last = stack.enter_context(socket.socket())
+            last.setblocking(False)
+            last.connect_ex(address)
+        if select.select([], [last], [], 0.1)[1]:
+            pytest.skip("the system takes connections beyond the backlog")
+        yield address
+
+
+@pytest.fixture
+def half_silent(gateway, silent, monkeypatch) -> Iterator[Http2Calls]:
+    """To a host with two addresses, of which the first one never answers."""
+    found = socket.getaddrinfo
+    here = lambda *_, **more: [*found(*silent, **more), *found("127.0.0.1", gateway.port, **more)]  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+    calls = Http2Calls("grpc://two:1", ())
+    yield calls
+    calls.close()
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_an_address_that_does_not_answer_is_left_for_the_next_one(
+    gateway, half_silent, way, endless_pauses, monkeypatch
+):
+    monkeypatch.setattr(http2_line, "_CONNECTING", 0.2)
+    other = Started(half_silent)
+    for message in (b"x", b"y"):
+        assert ways(half_silent, other)[way](message) == b"to " + message
+    with monkeypatch.context() as patched:
+        patched.setattr(http2_line, "_CONNECTING", 1000.0)
+        lines = [half_silent.take(looks=False) for _ in range(2)]
+        for line in lines:
+            if not line.was_ready:
+                line.wait(30.0)
+        assert all(line.was_ready for line in lines), "later lines begin with the address that answers"
+    other.calls.close()
+
+
+def test_a_call_that_was_late_to_connect_lets_the_next_one_try_another_address(half_silent):
+    with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+        half_silent.ask(b"x", 0.1)
+    assert half_silent.ask(b"y", 30.0) == b"to y"
+
+
+def test_only_the_first_start_waits_for_a_connection_that_does_not_come_about(silent, monkeypatch):
+    monkeypatch.setattr(http2_calls, "_PATIENCE", 0.05)
+    calls = Http2Calls(f"grpc://127.0.0.1:{silent[1]}", ())
+    waits: list[float] = []
+    wait = http2_line.Line.wait
+
+    def counted(line: http2_line.Line, seconds: float) -> None:
+        waits.append(seconds)
+        wait(line, seconds)
+
+    monkeypatch.setattr(http2_line.Line, "wait", counted)
+    started = Started(calls)
+    started.start(b"x")
+    assert waits and waits.pop() <= 0.05
+    waits.clear()
+    started.start(b"y")
+    assert not waits
+    started.calls.close()
 
 
 def test_a_call_whose_time_is_over_ends_and_its_line_goes_on(gateway, calls, started):
@@ -717,6 +827,20 @@ def test_grpcio_makes_the_calls_that_a_line_cannot(monkeypatch, address, authori
     assert not can_dial(address, authority)
     monkeypatch.setattr(http2_line, "native", SimpleNamespace(nghttp2=lambda: ("", "it is missing")))
     assert not can_dial(address, authority)
+
+
+def test_the_file_of_an_authority_may_hold_text_in_any_language():
+    bundle = Path(grpc.__file__).parent / "_cython" / "_credentials" / "roots.pem"
+    begin, end = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----\n"
+    certificate = begin + bundle.read_bytes().split(begin)[1].split(end)[0] + end
+    context = http2_calls._context("# Autorité\n".encode() + certificate)
+    assert len(context.get_ca_certs()) == 1
+
+
+def test_a_line_that_was_interrupted_before_it_began_can_be_dropped():
+    line = http2_line.Line.__new__(http2_line.Line)
+    line.close()
+    assert line.descriptor == -1
 
 
 NAMES = [(b":status", b"200"), (b"content-type", b"application/grpc")]

@@ -66,7 +66,7 @@ class Http2Calls:
         self._target = LineTarget(host, port, head, context)
         self._free: list[Line] = []  # one step of the interpreter takes one out or puts one back
         self._made: weakref.WeakSet[Line] = weakref.WeakSet()
-        self._failed = 0  # connections that did not come about since one did
+        self._attempt = 0  # of the next line: another one after a connection that did not come about
         self.closed = False
         forks.register(self)
 
@@ -86,7 +86,7 @@ class Http2Calls:
                     time.sleep(min(pause, left))
                 else:
                     if line is None or not line.open:
-                        line = self.take()
+                        line = self.take(looks=line is not None)
                     line.begin(call)
         except BaseException:  # the line may be within a message
             if line is not None:
@@ -108,21 +108,32 @@ class Http2Calls:
             with contextlib.suppress(IndexError):  # another thread took it
                 self._free.pop().close()
 
-    def take(self) -> Line:
-        """Return a line that nobody else uses. Raises Refused, TooManyFiles."""
+    def take(self, *, looks: bool) -> Line:
+        """Return a line that nobody else uses.
+
+        Args:
+            looks: whether to look first that the gateway has not closed it: if it closed one, it closed others, too.
+
+        Raises:
+            Refused, TooManyFiles: as `InferCalls.ask`.
+        """
         if self.closed:
             raise closed_connection()
-        try:
-            return self._free.pop()
-        except IndexError:
-            line = Line(self._target, self._failed)
+        with contextlib.suppress(IndexError):  # there is none
+            while True:
+                line = self._free.pop()
+                if looks:
+                    line.turn()
+                if not looks or line.idle:
+                    return line
+                line.close()
+        line = Line(self._target, self._attempt)
         self._made.add(line)
         return line
 
     def give(self, line: Line) -> None:
         """Keep a line for the next call, or close it if it cannot be used."""
-        if line.was_ready:
-            self._failed = 0
+        self._learn(line)
         if not line.idle:
             line.close()
             return
@@ -132,9 +143,13 @@ class Http2Calls:
 
     def lose(self, line: Line) -> None:
         """Close a broken line, and let its calls begin again: at once if the host has addresses that were not tried."""
-        self._failed = 0 if line.was_ready else self._failed + 1
+        self._learn(line)
         line.close()
-        line.lose(free=self._failed % line.addresses != 0)
+        line.lose(free=not line.was_ready and (line.attempt + 1) % line.addresses != 0)
+
+    def _learn(self, line: Line) -> None:
+        """Choose the address of the next line: the same if this one came about, else the next."""
+        self._attempt = line.attempt if line.was_ready else line.attempt + 1
 
     def _after_fork_in_child(self) -> None:
         """Close the descriptors, which keep the parent's connections open; nothing is sent."""
@@ -259,7 +274,7 @@ class Http2Started:
         while call.line is None and call.outcome is None and call.again_at <= time.monotonic():
             line = next((line for line in self._lines if line.open and not line.used), None)
             if line is None:
-                line = self._calls.take()
+                line = self._calls.take(looks=True)
                 self._lines.append(line)
             self._use(line, partial(_send, line, call, until))
 
@@ -280,6 +295,8 @@ class Http2Started:
                 line.tear()
             if not line.used:
                 self._settle(line)  # also because a call was interrupted before it did so
+                if line.late:
+                    self._use(line, line.turn)
             elif waits:
                 line.leave()
         calls = list(self._under_way)
@@ -304,8 +321,9 @@ class Http2Started:
 
 
 def _send(line: Line, call: LineCall, until: float) -> None:
+    stuck = bool(line.calls) and line.sending  # although the start of an earlier call has waited
     line.begin(call)
-    while line.sending and (left := until - time.monotonic()) > 0:
+    while not stuck and line.sending and (left := until - time.monotonic()) > 0:
         line.wait(left)
 
 
@@ -313,6 +331,7 @@ def _context(authority: str | bytes | None) -> ssl.SSLContext:
     """Return the settings of TLS, as gRPC's: the server's name is verified, and any certificate may be an authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cadata=(authority_of(authority) or b"").decode("ascii", "replace"))
+    # Beside the certificates there may be any text, such as the authorities' names.
+    context.load_verify_locations(cadata=(authority_of(authority) or b"").decode("ascii", "ignore"))
     context.set_alpn_protocols(["h2"])
     return context

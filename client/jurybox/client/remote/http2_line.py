@@ -7,11 +7,13 @@ thread that waits for an answer reads it from the socket itself.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import select
 import socket
 import ssl
+import time
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,6 +33,7 @@ except ImportError:  # without the native core there are no lines
 
 _CHUNK = 1 << 18  # bytes read at once
 _LONGEST_WAIT = 60.0  # seconds of a poll: it takes milliseconds as an int
+_CONNECTING = 5.0  # seconds to connect to one of several addresses, before the next one is tried
 _BUSY = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 # Of an unused connection the kernel notices after half a minute that the other host is gone.
 _LIVENESS = [
@@ -80,6 +83,7 @@ class Line:
     Attributes:
         broken: why it ended; empty while it stands.
         calls: those under way, by their numbers on this line.
+        attempt: as given.
         addresses: the number of the host's addresses.
         user: what uses it now: a weak reference to that call's claim.
 
@@ -87,11 +91,13 @@ class Line:
         TooManyFiles: this process may open no more files.
     """
 
+    broken = ""
+    _socket: socket.socket | None = None  # here, because a call may be interrupted before `__init__` begins
+
     def __init__(self, target: LineTarget, attempt: int) -> None:
-        self._socket: socket.socket | None = None
         self._target = target
         self._client = native.GrpcClient(list(target.head), MOST_BYTES)
-        self.broken = ""
+        self.attempt = attempt
         self.calls: dict[int, LineCall] = {}
         self.user: weakref.ref[Claim] | None = None
         self.was_ready = False
@@ -99,6 +105,7 @@ class Line:
         self._served = False  # whether an earlier call was answered
         self._silent = True  # whether nothing has come since the oldest call under way began
         self._wants = select.POLLOUT
+        self._began = time.monotonic()
         self.addresses = 1
         try:
             found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
@@ -108,11 +115,12 @@ class Line:
             self._socket.setblocking(False)
             for option in _LIVENESS:
                 self._socket.setsockopt(*option)
-            self._socket.connect_ex(where)
-        except OSError as error:
-            if exhausted(error):
-                raise TooManyFiles(f"no socket to {target.host}:{target.port}: {remedy()}") from error
-            self._break(error)
+            if (error := self._socket.connect_ex(where)) not in (0, errno.EINPROGRESS):
+                raise OSError(error, os.strerror(error))
+        except OSError as failed:
+            if exhausted(failed):
+                raise TooManyFiles(f"no socket to {target.host}:{target.port}: {remedy()}") from failed
+            self._break(failed)
 
     def __del__(self) -> None:
         self.close()
@@ -148,6 +156,11 @@ class Line:
     def idle(self) -> bool:
         """Whether it can be used by anybody."""
         return self.open and self.was_ready and not self.used and not self.calls and not len(self._unsent)
+
+    @property
+    def late(self) -> bool:
+        """Whether it takes so long to connect that another address of the host should be tried."""
+        return not self.was_ready and self.addresses > 1 and time.monotonic() - self._began >= _CONNECTING
 
     @property
     def sending(self) -> bool:
@@ -189,6 +202,8 @@ class Line:
             return
         try:
             if not self.was_ready and not self._connect():
+                if self.late:
+                    raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
                 return
             if len(self._unsent):
                 self._flush()
@@ -200,6 +215,8 @@ class Line:
     def wait(self, seconds: float) -> None:
         """Wait until `turn` can go on, at most so long or a minute, and call it."""
         if not self.broken:
+            if not self.was_ready and self.addresses > 1:
+                seconds = min(seconds, self._began + _CONNECTING - time.monotonic())
             poll = select.poll()
             poll.register(self.descriptor, self._wants)
             poll.poll(math.ceil(1000 * min(max(0.0, seconds), _LONGEST_WAIT)))
