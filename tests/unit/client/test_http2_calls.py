@@ -522,6 +522,19 @@ def test_a_wait_ends_with_its_time_and_with_the_first_call_that_ends(gateway, st
     assert started.ended == {b"y": b"to y"}
 
 
+def test_an_answer_that_came_in_time_is_read_although_nobody_waited_until_then(gateway, started, monkeypatch):
+    monkeypatch.setattr(http2_line, "_CHUNK", 64)
+    gateway.script = [None] * 19 + [HOLD]
+    names = [b"%d" % number for number in range(20)]
+    for name in names:
+        started.start(name, 2.0)
+    wait_until(lambda: len(gateway.asked) == 20)
+    time.sleep(max(call.left for call in started.calls._under_way) + 0.01)
+    started.calls.wait(0.0)
+    assert [started.ended.pop(name) for name in names[:-1]] == [b"to " + name for name in names[:-1]]
+    assert started.ended[names[-1]].code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def test_what_a_cut_line_carried_is_made_again(gateway, started):
     gateway.script = [HOLD, HOLD]
     for name in (b"x", b"y"):

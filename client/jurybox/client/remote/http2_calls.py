@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import grpc
 
@@ -26,6 +27,7 @@ from jurybox.protocol.errors import TooManyFiles
 
 _PATIENCE = 1.0  # seconds that a start may wait for the connection, and for room for the request
 _SWEEP, _FEW = 0.1, 8  # seconds between two looks at all calls, unless they are few
+T = TypeVar("T")
 _CLOSED = Failed(grpc.StatusCode.CANCELLED, "the connection was closed")
 
 
@@ -242,17 +244,18 @@ class Http2Started:
                 raise TooManyFiles(f"no epoll descriptor: {remedy()}") from error
         return self._epoll
 
-    def _use(self, line: Line, action: Callable[[], object]) -> None:
+    def _use(self, line: Line, action: Callable[[], T]) -> T:
         """Do something with a line; poll it afterwards, or let its calls begin again if it broke."""
         claim = Claim()
         line.user = weakref.ref(claim)
         try:
-            action()
+            result = action()
         except BaseException:  # it may be within a message
             line.tear()
             raise
         line.user = None
         self._settle(line)
+        return result
 
     def _settle(self, line: Line) -> None:
         """Poll a line for what it wants, or drop it if it is broken."""
@@ -310,7 +313,8 @@ class Http2Started:
         self._swept = now
         for call in calls:
             if now >= call.deadline:
-                if call.line is not None:
+                self._catch_up(call)
+                if call.outcome is None and call.line is not None:
                     call.line.cancel(call)
                 call.late()
             elif call.line is None and call.again_at <= now:
@@ -318,6 +322,12 @@ class Http2Started:
                     self._begin(call, 0.0)
                 except TooManyFiles as error:
                     call.lost(Failed(grpc.StatusCode.UNAVAILABLE, str(error)), free=False)
+
+    def _catch_up(self, call: LineCall) -> None:
+        """Read what has come for a call whose time is over: perhaps its answer did in time, and nobody has waited."""
+        while call.outcome is None and (line := call.line) is not None and not line.used:
+            if not self._use(line, line.turn):
+                return
 
 
 def _send(line: Line, call: LineCall, until: float) -> None:

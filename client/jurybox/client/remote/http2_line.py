@@ -196,21 +196,23 @@ class Line:
             self._client.cancel(call.number)
         call.line = None
 
-    def turn(self) -> None:
-        """Read and write what can be at once. Calls that ended are told."""
+    def turn(self) -> bool:
+        """Read and write what can be at once; return whether anything came. Calls that ended are told."""
+        came = False
         if self.broken:
-            return
+            return came
         try:
             if not self.was_ready and not self._connect():
                 if self.late:
                     raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-                return
+                return came
             if len(self._unsent):
                 self._flush()
-            self._read()
+            came = self._read()
             self._flush()
         except OSError as error:  # also ssl's
             self._break(error)
+        return came
 
     def wait(self, seconds: float) -> None:
         """Wait until `turn` can go on, at most so long or a minute, and call it."""
@@ -298,13 +300,13 @@ class Line:
                 return
             self._unsent = self._unsent[sent:]
 
-    def _read(self) -> None:
-        """Read what has come, or a part of much. Raises OSError."""
+    def _read(self) -> bool:
+        """Read what has come, or a part of much; return whether there was anything. Raises OSError."""
         assert self._socket is not None
         try:
             data = self._socket.recv(_CHUNK)
         except _BUSY:
-            return
+            return False
         if not data:
             raise ConnectionResetError("the gateway closed the connection")
         self._silent = False
@@ -316,6 +318,7 @@ class Line:
                 self.calls.pop(number, None)
         if self._client.over:
             raise ConnectionResetError("the gateway ended the connection")
+        return True
 
     def _break(self, error: OSError) -> None:
         where = f"{self._target.host}:{self._target.port}"
