@@ -141,6 +141,17 @@ class Gateway:
         for peer in self.peers:
             peer.close()
 
+    def give_up(self, *, asks: bool) -> None:
+        """Cut all connections, perhaps after a question whether the client is still there, and forget them."""
+        for peer in self.peers:
+            if asks:
+                with peer.lock:
+                    peer.http2.ping()
+                    peer.flush()
+            peer.close()
+            peer.thread.join(30)
+        self.peers.clear()
+
     def deaf(self) -> None:
         """Take no more connections."""
         with contextlib.suppress(OSError):
@@ -284,18 +295,19 @@ def test_the_pauses_between_attempts_grow(gateway, calls, started, monkeypatch):
         assert time.monotonic() - at >= 0.02 * (1 + 2 + 4 + 8)
 
 
-def test_a_line_that_was_closed_while_it_was_idle_is_replaced_without_a_pause(gateway, calls, started, endless_pauses):
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_line_that_was_closed_while_it_was_idle_is_replaced_without_a_pause(
+    gateway, calls, started, endless_pauses, asks
+):
     for ask in ways(calls, started):
         assert ask(b"x") == b"to x"
-        gateway.cut()
-        for peer in gateway.peers:
-            peer.thread.join(30)
-        gateway.peers.clear()
+        gateway.give_up(asks=asks)
         assert ask(b"y") == b"to y" and len(gateway.peers) == 1
 
 
+@pytest.mark.parametrize("asks", [False, True])
 def test_many_lines_that_were_closed_while_they_were_idle_cost_a_call_no_attempts(
-    gateway, calls, started, endless_pauses
+    gateway, calls, started, endless_pauses, asks
 ):
     for ask in ways(calls, started):
         gateway.script = [HOLD] * 15
@@ -307,10 +319,7 @@ def test_many_lines_that_were_closed_while_they_were_idle_cost_a_call_no_attempt
             peer.answer(call, message)
         for thread in threads:
             thread.join(30)
-        gateway.cut()
-        for peer in gateway.peers:
-            peer.thread.join(30)
-        gateway.peers.clear()
+        gateway.give_up(asks=asks)
         gateway.held.clear()
         assert ask(b"y") == b"to y" and len(gateway.peers) == 1 and len(calls._free) < 2
 

@@ -124,8 +124,8 @@ class Http2Calls:
         with contextlib.suppress(IndexError):  # there is none
             while True:
                 line = self._free.pop()
-                if looks:
-                    line.turn()
+                while looks and line.turn():
+                    pass  # before its end there may be a question whether we are still there
                 if not looks or line.idle:
                     return line
                 line.close()

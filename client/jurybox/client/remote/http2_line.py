@@ -103,7 +103,7 @@ class Line:
         self.was_ready = False
         self._unsent: memoryview | bytes = b""
         self._served = False  # whether an earlier call was answered
-        self._silent = True  # whether nothing has come since the oldest call under way began
+        self._silent = True  # whether no call has ended since the oldest one under way began
         self._wants = select.POLLOUT
         self._began = time.monotonic()
         self.addresses = 1
@@ -309,8 +309,8 @@ class Line:
             return False
         if not data:
             raise ConnectionResetError("the gateway closed the connection")
-        self._silent = False
         for number, how in self._client.receive(data):
+            self._silent = False
             if (call := self.calls.get(number)) is not None:
                 self._served = True
                 if call.line is self:
