@@ -287,6 +287,14 @@ def test_a_call_is_made_again_while_the_gateway_is_unavailable_but_not_for_ever(
         assert gateway.asked == [b"x"] * 5
 
 
+def test_what_a_gateway_has_said_of_itself_outlives_its_connection(gateway, calls, started):
+    for ask in ways(calls, started):
+        gateway.script = [Fail(14, "it is stopping", (("jurybox-code", str(int(Code.DRAINING))),)), *[CUT] * 9]
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(b"x")
+        assert failure(caught.value) == (Code.DRAINING, "it is stopping") and len(gateway.script) < 6
+
+
 def test_the_pauses_between_attempts_grow(gateway, calls, started, monkeypatch):
     monkeypatch.setattr(http2_call, "_FIRST_PAUSE", 0.02)
     for ask in ways(calls, started):

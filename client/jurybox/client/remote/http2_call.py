@@ -46,7 +46,18 @@ class LineCall:
         line: the line that carries it; None: it is to begin, not before `again_at` (monotonic clock).
     """
 
-    __slots__ = ("_attempts", "_freely", "again_at", "deadline", "done", "line", "number", "outcome", "request")
+    __slots__ = (
+        "_attempts",
+        "_freely",
+        "_said",
+        "again_at",
+        "deadline",
+        "done",
+        "line",
+        "number",
+        "outcome",
+        "request",
+    )
 
     def __init__(self, request: bytes, timeout: float) -> None:
         self.request = request
@@ -57,6 +68,7 @@ class LineCall:
         self.outcome: Outcome | None = None
         self.done: Callable[[Outcome], None] | None = None
         self._attempts = self._freely = 0
+        self._said: Failed | None = None  # why the gateway was unavailable, in its own words
 
     @property
     def left(self) -> float:
@@ -85,7 +97,7 @@ class LineCall:
             return
         self._attempts += 1
         if self._attempts >= _ATTEMPTS:
-            self.finish(why)
+            self.finish(self._said or why)
         else:
             pause = min(_FIRST_PAUSE * 2 ** (self._attempts - 1), _LONGEST_PAUSE)
             self.again_at = time.monotonic() + pause
@@ -97,6 +109,8 @@ class LineCall:
             return
         failed = failure_of(how)
         if failed.code() is grpc.StatusCode.UNAVAILABLE:
+            if how[0] != _UNSEEN:
+                self._said = failed
             self.lost(failed, free=how[0] == _UNSEEN)
         else:
             self.finish(failed)
