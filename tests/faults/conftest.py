@@ -89,8 +89,8 @@ def reachable(tmp_path_factory):
 
 @pytest.fixture(
     params=[
-        *("shm", "zmq", "tcp", "grpc", "libgrpc"),
-        *(pytest.param(lib, marks=pytest.mark.runs) for lib in ("libzmq", "libtcp")),
+        *("shm", "zmq", "tcp", "grpc"),
+        *(pytest.param(lib, marks=pytest.mark.runs) for lib in ("libzmq", "libtcp", "libgrpc")),
     ]
 )
 def client(request, reachable, monkeypatch):

@@ -50,7 +50,12 @@ def running(tmp_path_factory, gate):
         )
 
 
-@pytest.fixture(params=["shm", "zmq", "tcp", pytest.param("libzmq", marks=pytest.mark.runs), "grpc", "libgrpc"])
+@pytest.fixture(
+    params=[
+        *("shm", "zmq", "tcp", "grpc"),
+        *(pytest.param(lib, marks=pytest.mark.runs) for lib in ("libzmq", "libgrpc")),
+    ]
+)
 def connecting(request, running, monkeypatch):
     if request.param.startswith("lib"):  # as with keys, or with a proxy
         for module in (tcp_link, grpc_link):
