@@ -230,6 +230,16 @@ def ways(calls: Http2Calls, started: Started) -> list[Callable[[bytes], Any]]:
     return [lambda request: calls.ask(request, 30.0), later]
 
 
+def both_ways_are_answered(address: str) -> None:
+    """Make a call in each way over a connection of its own."""
+    calls = Http2Calls(address, ())
+    other = Started(calls)
+    for ask in ways(calls, other):
+        assert ask(b"x") == b"to x"
+    other.calls.close()
+    calls.close()
+
+
 def test_calls_one_after_the_other_share_a_line_and_bring_the_token(gateway, calls):
     for number in range(3):
         assert calls.ask(b"%d" % number, 30.0) == b"to %d" % number
@@ -381,12 +391,7 @@ def test_the_addresses_of_a_host_are_tried_in_turn_without_a_pause(gateway, endl
         return [*found("127.0.0.1", dead, **more), *found("127.0.0.1", gateway.port, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", here)
-    calls = Http2Calls("grpc://two:1", ())
-    other = Started(calls)
-    for ask in ways(calls, other):
-        assert ask(b"x") == b"to x"
-    other.calls.close()
-    calls.close()
+    both_ways_are_answered("grpc://two:1")
 
 
 def test_an_address_to_which_there_is_no_way_is_named_and_another_one_tried(gateway, endless_pauses, monkeypatch):
@@ -397,12 +402,7 @@ def test_an_address_to_which_there_is_no_way_is_named_and_another_one_tried(gate
     assert line.broken == f"no connection to two:1: {os.strerror(errno.ENETUNREACH)}"
     there = lambda *_, **more: [*found(*nowhere, **more), *found("127.0.0.1", gateway.port, **more)]  # noqa: E731
     monkeypatch.setattr(socket, "getaddrinfo", there)
-    calls = Http2Calls("grpc://two:1", ())
-    other = Started(calls)
-    for ask in ways(calls, other):
-        assert ask(b"x") == b"to x"
-    other.calls.close()
-    calls.close()
+    both_ways_are_answered("grpc://two:1")
 
 
 @pytest.fixture
@@ -760,10 +760,9 @@ def test_a_loop_is_told_of_a_call_that_ends_while_another_one_is_started(gateway
     started.calls.watch(loop)
     begin = line.begin
 
-    def begins_and_reads(call: Any) -> bool:
-        came = begin(call)
+    def begins_and_reads(call: Any) -> None:
+        begin(call)
         line.turn()
-        return came
 
     line.begin = begins_and_reads
     started.start(b"y")

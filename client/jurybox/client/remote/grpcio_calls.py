@@ -14,12 +14,11 @@ import grpc
 
 from jurybox.client.link import closed_connection
 from jurybox.client.remote.grpc_channel import CORE, Channels, in_service, unary
-from jurybox.client.remote.infer_calls import INFER, Failed, Outcome
+from jurybox.client.remote.infer_calls import CLOSED, INFER, Outcome
 from jurybox.client.transports.transport import Watching
 from jurybox.protocol.errors import Refused
 from jurybox.protocol.locks import IN_SERVICE, is_serving, mark_serving
 
-_CLOSED = Failed(grpc.StatusCode.CANCELLED, "the connection was closed")
 _parents: list[Any] = []  # kept alive in a forked child: if collected, gRPC would try to end the parent's calls
 
 
@@ -118,7 +117,7 @@ def _start_calls(channel: grpc.Channel, metadata: Any, queue: SimpleQueue[Any]) 
         try:
             method.future(request, timeout=timeout, metadata=metadata).add_done_callback(_telling(done))
         except Exception:  # noqa: BLE001  gRPC cannot make the call
-            done(_CLOSED)
+            done(CLOSED)
         del call, request, done  # they refer to what ends this thread when it is collected
     channel.close()
 
@@ -127,6 +126,6 @@ def _telling(done: Callable[[Outcome], None]) -> Callable[[Any], None]:
     """Return what tells the outcome of an ended call of gRPC."""
 
     def ended(call: Any) -> None:
-        done(_CLOSED if call.cancelled() else call.exception() or call.result())
+        done(CLOSED if call.cancelled() else call.exception() or call.result())
 
     return ended

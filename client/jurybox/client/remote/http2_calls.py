@@ -19,7 +19,7 @@ from jurybox.client.link import closed_connection
 from jurybox.client.remote.grpc_channel import CORE, authority_of, host_and_port, through_proxy
 from jurybox.client.remote.http2_call import LineCall
 from jurybox.client.remote.http2_line import Line, LineTarget, are_possible
-from jurybox.client.remote.infer_calls import INFER, Failed, Metadata, Outcome
+from jurybox.client.remote.infer_calls import CLOSED, INFER, Failed, Metadata, Outcome
 from jurybox.client.transports.transport import Watching
 from jurybox.protocol import forks
 from jurybox.protocol.descriptors import remedy
@@ -28,7 +28,6 @@ from jurybox.protocol.errors import TooManyFiles
 _PATIENCE = 1.0  # seconds that a start may wait for the connection, and for room for the request
 _SWEEP, _FEW = 0.1, 8  # seconds between two looks at all calls, unless they are few
 T = TypeVar("T")
-_CLOSED = Failed(grpc.StatusCode.CANCELLED, "the connection was closed")
 
 
 def can_dial(address: str, authority: str | bytes | None) -> bool:
@@ -305,7 +304,7 @@ class Http2Started:
         calls = list(self._under_way)
         if self._calls.closed:
             for call in calls:
-                call.finish(_CLOSED)
+                call.finish(CLOSED)
             return
         now = time.monotonic()
         if len(calls) > _FEW and now < self._swept + _SWEEP:

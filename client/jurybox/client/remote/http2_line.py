@@ -169,18 +169,18 @@ class Line:
 
     # ---- calls
 
-    def begin(self, call: LineCall) -> bool:
-        """Begin a call, and send what can be sent at once; return False if the gateway takes no more here."""
+    def begin(self, call: LineCall) -> None:
+        """Begin a call, and send what can be sent at once. It has no line still if the gateway takes no more here."""
         if len(call.request) > MOST_BYTES:
             said = f"the request has {len(call.request)} bytes, more than {MOST_BYTES}"
             call.finish(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, said))
-            return True
+            return
         if not self.calls:
             self._silent = True
         left = max(1, math.ceil(1000 * call.left))
         number = self._client.call(call.request, f"{left}m" if left < 10**8 else f"{min(left // 1000, 10**8 - 1)}S")
         if number == 0:
-            return False
+            return
         call.line, call.number = self, number
         self.calls[number] = call
         if self.was_ready and not self.broken:
@@ -188,7 +188,6 @@ class Line:
                 self._flush()
             except OSError as error:
                 self._break(error)
-        return True
 
     def cancel(self, call: LineCall) -> None:
         """Tell the gateway, with the next bytes, that nobody wants the answer to a call any more."""

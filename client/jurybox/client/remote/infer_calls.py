@@ -37,6 +37,9 @@ class Failed(grpc.RpcError):  # type: ignore[misc]  # gRPC has no types
         return self._trailing
 
 
+CLOSED = Failed(grpc.StatusCode.CANCELLED, "the connection was closed")  # the outcome of calls that it has ended
+
+
 class StartedCalls(Protocol):
     """The calls of one lane that are awaited later. Not thread-safe: the model's lock serializes it.
 
