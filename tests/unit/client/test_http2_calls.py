@@ -658,6 +658,28 @@ def test_a_nested_wait_makes_the_calls_of_a_line_in_use_again_and_a_look_leaves_
     assert started.ended == {b"x": b"to x"} and len(gateway.peers) == 2
 
 
+def test_a_nested_wait_sleeps_although_the_line_in_use_has_something_to_read(gateway, started):
+    gateway.script, looks = [HOLD, HOLD], []
+    started.start(b"x")
+    wait_until(lambda: len(gateway.held) == 1)
+    (line,) = started.calls._lines
+    tend = started.calls._tend
+    started.calls._tend = lambda *, waits: looks.append(waits) or tend(waits=waits)
+
+    def nested() -> None:
+        peer, call, message = gateway.held[0]
+        peer.answer(call, message)
+        wait_until(lambda: bool(select.select([line.descriptor], [], [], 0)[0]), what="its answer")
+        started.calls.wait(0.3)  # for the one that is made again
+
+    started.calls._use(line, nested)
+    assert len(looks) < 20
+    wait_until(lambda: len(gateway.held) == 2)
+    peer, call, message = gateway.held[1]
+    peer.answer(call, message)
+    assert started.wait_for(b"x") == [b"to x"]
+
+
 def test_an_interrupted_call_leaves_no_line_that_another_one_would_use(gateway, calls, monkeypatch):
     assert calls.ask(b"x", 30.0) == b"to x"
 

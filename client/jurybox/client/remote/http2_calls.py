@@ -301,6 +301,7 @@ class Http2Started:
                     self._use(line, line.turn)
             elif waits:
                 line.leave()
+                self._forget(line)  # what comes there would wake this wait all the time; `_use` polls it again
         calls = list(self._under_way)
         if self._calls.closed:
             for call in calls:
