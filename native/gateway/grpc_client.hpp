@@ -5,6 +5,7 @@
 // (github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Not thread-safe.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "gateway/grpc_framing.hpp"
 #include "gateway/nghttp2.hpp"
 
 namespace jurybox {
@@ -69,13 +71,10 @@ class GrpcClient {
         if (message.size() > UINT32_MAX) throw std::length_error("a message of gRPC has less than 4 GiB");
         auto made = std::make_unique<Call>();
         made->request = std::move(message);
-        const std::size_t size = made->request.size();
-        const std::uint8_t prefix[5] = {0, static_cast<std::uint8_t>(size >> 24), static_cast<std::uint8_t>(size >> 16),
-                                        static_cast<std::uint8_t>(size >> 8), static_cast<std::uint8_t>(size)};
-        std::memcpy(made->prefix, prefix, sizeof prefix);
+        made->prefix = prefix_of(made->request.size());
         fields_.clear();
-        for (const auto& [name, value] : head_) fields_.push_back(nv(name, value, nghttp2::kNoFlags));
-        fields_.push_back(nv("grpc-timeout", timeout, nghttp2::kNoIndex));  // it is another one each time
+        for (const auto& [name, value] : head_) fields_.push_back(field_of(name, value));
+        fields_.push_back(field_of("grpc-timeout", timeout, nghttp2::kNoIndex));  // it is another one each time
         nghttp2::Provider provider{};
         provider.read = read;
         const std::int32_t id = lib_.submit_request(session_, nullptr, fields_.data(), fields_.size(), &provider, nullptr);
@@ -129,11 +128,10 @@ class GrpcClient {
     static constexpr std::size_t kMostFields = 64u << 10;  // bytes of a response's fields
     static constexpr std::size_t kAtOnce = 1u << 20;       // bytes of a response that are allocated before they arrive
     static constexpr std::size_t kAhead = 256u << 10;      // bytes that are made before they are asked for
-    static constexpr int kFailed = -902;                   // result of a callback that ends the connection
 
     struct Call {
         Message request;
-        std::uint8_t prefix[5] = {};
+        std::array<std::uint8_t, kPrefix> prefix{};
         std::size_t sent = 0;  // of prefix and request
         Fields fields;
         std::size_t fields_bytes = 0;
@@ -144,11 +142,6 @@ class GrpcClient {
 
         bool complete() const { return prefix_have == 5 && have == want; }
     };
-
-    static nghttp2::Field nv(std::string_view name, std::string_view value, std::uint8_t flags) {
-        const auto bytes = [](std::string_view text) { return reinterpret_cast<std::uint8_t*>(const_cast<char*>(text.data())); };
-        return {bytes(name), bytes(value), name.size(), value.size(), flags};
-    }
 
     void collect(std::string& bytes, std::size_t most) {
         const std::uint8_t* data = nullptr;
@@ -170,13 +163,7 @@ class GrpcClient {
     template <class Action>
     static int safely(void* user, Action action) {
         auto& me = *static_cast<GrpcClient*>(user);
-        try {
-            action(me);
-            return 0;
-        } catch (...) {
-            me.broken_ = true;
-            return kFailed;
-        }
+        return guarded(me, me.broken_, action);
     }
 
     void give_up(std::int32_t id, Call& call, GrpcEnd why) {
@@ -219,10 +206,9 @@ class GrpcClient {
             std::memcpy(call.came + call.prefix_have, data, part);
             call.prefix_have += part, data += part, size -= part;
             if (call.prefix_have < 5) return;
-            const std::uint8_t* p = call.came;
-            call.want = (static_cast<std::size_t>(p[1]) << 24) | (static_cast<std::size_t>(p[2]) << 16) | (static_cast<std::size_t>(p[3]) << 8) | p[4];
+            call.want = length_in(call.came);
             if (call.want > most_) return give_up(id, call, GrpcEnd::kTooLarge);
-            if (p[0]) return give_up(id, call, GrpcEnd::kUnreadable);
+            if (call.came[0]) return give_up(id, call, GrpcEnd::kUnreadable);
         }
         if (size > call.want - call.have) return give_up(id, call, GrpcEnd::kUnreadable);
         if (!size) return;
@@ -271,7 +257,7 @@ class GrpcClient {
             std::size_t at = 0;
             if (call.sent < 5) {
                 at = std::min(room, 5 - call.sent);
-                std::memcpy(to, call.prefix + call.sent, at);
+                std::memcpy(to, call.prefix.data() + call.sent, at);
                 call.sent += at;
             }
             if (const std::size_t part = std::min(room - at, total - call.sent)) {

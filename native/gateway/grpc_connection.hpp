@@ -20,6 +20,7 @@
 
 #include "common/budget.hpp"
 #include "common/wait.hpp"
+#include "gateway/grpc_framing.hpp"
 #include "gateway/nghttp2.hpp"
 
 namespace jurybox {
@@ -183,8 +184,8 @@ class GrpcConnection {
             begin(*stream);  // queued messages are sent before
             return;
         }
-        std::vector<nghttp2::Field> fields = {nv(":status", "200"), nv("content-type", "application/grpc")};
-        for (const auto& [name, value] : stream->trailers) fields.push_back(nv(name, value));
+        std::vector<nghttp2::Field> fields = {field_of(":status", "200"), field_of("content-type", "application/grpc")};
+        for (const auto& [name, value] : stream->trailers) fields.push_back(field_of(name, value));
         stream->started = true;
         lib_.submit_response(session_, id, fields.data(), fields.size(), nullptr);
     }
@@ -239,7 +240,6 @@ class GrpcConnection {
     static constexpr std::int64_t kDeadline = 10'000'000;  // ns: a call that ends after its time-out counts only if that is shorter
     static constexpr std::size_t kCall = 1024;        // bytes that a call costs beside its metadata
     static constexpr std::size_t kMostHead = 64u << 10, kContinuations = 32;  // bytes and frames of a head on the wire
-    static constexpr int kFailed = -902;  // result of a callback that ends the connection
 
     struct Stream {
         std::int32_t id;
@@ -266,7 +266,7 @@ class GrpcConnection {
     // Answer a request that is not a gRPC call with an HTTP status.
     void refuse(Stream& stream) {
         stream.started = stream.finished = true;
-        const nghttp2::Field fields[] = {nv(":status", stream.refusal)};
+        const nghttp2::Field fields[] = {field_of(":status", stream.refusal)};
         lib_.submit_response(session_, stream.id, fields, 1, nullptr);
     }
 
@@ -350,12 +350,6 @@ class GrpcConnection {
         return found == streams_.end() ? nullptr : found->second.get();
     }
 
-    static nghttp2::Field nv(std::string_view name, std::string_view value) {
-        // nghttp2 copies both, and changes neither.
-        return {reinterpret_cast<std::uint8_t*>(const_cast<char*>(name.data())), reinterpret_cast<std::uint8_t*>(const_cast<char*>(value.data())),
-                name.size(), value.size(), nghttp2::kNoFlags};
-    }
-
     static std::string percent(std::string_view text) {
         std::string made;
         for (const char c : text) {
@@ -395,13 +389,7 @@ class GrpcConnection {
     template <class Action>
     static int safely(void* user, Action action) {
         auto& me = *static_cast<GrpcConnection*>(user);
-        try {
-            action(me);
-            return 0;
-        } catch (...) {
-            me.broken_ = true;
-            return kFailed;
-        }
+        return guarded(me, me.broken_, action);
     }
 
     // Run a callback, and let the library stop after it if this turn is over.
@@ -513,8 +501,7 @@ class GrpcConnection {
                 std::memcpy(stream.prefix + stream.prefix_have, data, part);
                 stream.prefix_have += part, data += part, size -= part;
                 if (stream.prefix_have < 5) return;
-                const std::uint8_t* p = stream.prefix;
-                stream.want = (static_cast<std::size_t>(p[1]) << 24) | (static_cast<std::size_t>(p[2]) << 16) | (static_cast<std::size_t>(p[3]) << 8) | p[4];
+                stream.want = length_in(stream.prefix);
                 stream.have = 0;
                 if (stream.want > limits_.message) {
                     stream.ignored = true;
@@ -558,7 +545,7 @@ class GrpcConnection {
     void begin(Stream& stream) {
         if (!stream.started) {
             stream.started = true;
-            const nghttp2::Field fields[] = {nv(":status", "200"), nv("content-type", "application/grpc")};
+            const nghttp2::Field fields[] = {field_of(":status", "200"), field_of("content-type", "application/grpc")};
             nghttp2::Provider provider{};
             provider.source.pointer = &stream;
             provider.read = read;
@@ -578,7 +565,7 @@ class GrpcConnection {
                 *flags |= nghttp2::kEof | nghttp2::kNoEndStream;
                 if (std::exchange(stream.trailed, true)) return;
                 std::vector<nghttp2::Field> fields;
-                for (const auto& [name, value] : stream.trailers) fields.push_back(nv(name, value));
+                for (const auto& [name, value] : stream.trailers) fields.push_back(field_of(name, value));
                 me.lib_.submit_trailer(session, id, fields.data(), fields.size());
             } else if (!written) {
                 stream.deferred = true;
@@ -595,10 +582,9 @@ class GrpcConnection {
             const Message& message = stream.out.front();
             const std::size_t size = message.size(), total = 5 + size;
             if (stream.at < 5) {
-                const std::uint8_t prefix[5] = {0, static_cast<std::uint8_t>(size >> 24), static_cast<std::uint8_t>(size >> 16),
-                                                static_cast<std::uint8_t>(size >> 8), static_cast<std::uint8_t>(size)};
+                const auto prefix = prefix_of(size);
                 const std::size_t part = std::min(room - written, 5 - stream.at);
-                std::memcpy(to + written, prefix + stream.at, part);
+                std::memcpy(to + written, prefix.data() + stream.at, part);
                 stream.at += part, written += part;
                 if (stream.at < 5) break;
             }
