@@ -54,6 +54,7 @@ class GrpcClient {
         lib_.session_callbacks_set_on_header_callback(callbacks, header);
         lib_.session_callbacks_set_on_frame_recv_callback(callbacks, frame_came);
         lib_.session_callbacks_set_on_data_chunk_recv_callback(callbacks, data_came);
+        lib_.session_callbacks_set_send_data_callback(callbacks, send_data);
         lib_.session_callbacks_set_on_stream_close_callback(callbacks, stream_closed);
         if (lib_.session_client_new(&session_, callbacks, this)) throw std::bad_alloc();
         const nghttp2::Setting settings[] = {{nghttp2::kEnablePush, 0}, {nghttp2::kInitialWindow, kStreamWindow}, {nghttp2::kMaxFrame, kFrame}};
@@ -108,8 +109,7 @@ class GrpcClient {
 
     // Append the bytes that may be sent now to `bytes`: at least `most`, if there are so many.
     void send(std::string& bytes, std::size_t most = SIZE_MAX) {
-        if (bytes.empty()) bytes.swap(ahead_);
-        else bytes.append(ahead_);
+        bytes.append(ahead_);
         ahead_.clear();
         collect(bytes, most);
     }
@@ -127,6 +127,7 @@ class GrpcClient {
     static constexpr std::int32_t kConnectionWindow = 64 << 20;
     static constexpr std::size_t kMostFields = 64u << 10;  // bytes of a response's fields
     static constexpr std::size_t kAtOnce = 1u << 20;       // bytes of a response that are allocated before they arrive
+    static constexpr std::size_t kFrameHead = 9;           // bytes
     static constexpr std::size_t kAhead = 256u << 10;      // bytes that are made before they are asked for
 
     struct Call {
@@ -141,10 +142,12 @@ class GrpcClient {
         bool status_ok = false, answered = false;  // answered: the server has said everything
 
         bool complete() const { return prefix_have == 5 && have == want; }
+        std::size_t left() const { return kPrefix + request.size() - sent; }
     };
 
     void collect(std::string& bytes, std::size_t most) {
         const std::uint8_t* data = nullptr;
+        to_ = &bytes, most_now_ = most;
         while (bytes.size() < most) {
             const ssize_t size = lib_.session_mem_send(session_, &data);
             if (size == nghttp2::kNoMemory) throw std::bad_alloc();
@@ -247,27 +250,37 @@ class GrpcClient {
         });
     }
 
-    static ssize_t read(nghttp2::Session*, std::int32_t id, std::uint8_t* to, std::size_t room, std::uint32_t* flags, nghttp2::Source*, void* user) {
-        ssize_t written = nghttp2::kResetThis;
+    // Say how much of a request the next frame has. `send_data` copies it, once.
+    static ssize_t read(nghttp2::Session*, std::int32_t id, std::uint8_t*, std::size_t room, std::uint32_t* flags, nghttp2::Source*, void* user) {
+        const Call* const call = static_cast<GrpcClient*>(user)->find(id);
+        if (!call) return nghttp2::kResetThis;
+        const std::size_t part = std::min(room, call->left());
+        *flags |= nghttp2::kNoCopy | (part == call->left() ? nghttp2::kEof : 0);
+        return static_cast<ssize_t>(part);
+    }
+
+    static int send_data(nghttp2::Session*, const nghttp2::FrameHead* frame, const std::uint8_t* head, std::size_t size, nghttp2::Source*, void* user) {
+        int result = nghttp2::kResetThis;  // the call was cancelled after `read`
         const int failed = safely(user, [&](GrpcClient& me) {
-            Call* const found = me.find(id);
-            if (!found) return;
-            Call& call = *found;
-            const std::size_t size = call.request.size(), total = 5 + size;
-            std::size_t at = 0;
-            if (call.sent < 5) {
-                at = std::min(room, 5 - call.sent);
-                std::memcpy(to, call.prefix.data() + call.sent, at);
-                call.sent += at;
+            Call* const call = me.find(frame->stream);
+            if (!call) return;
+            std::string& to = *me.to_;
+            if (to.size() >= me.most_now_) {
+                result = nghttp2::kWouldBlock;  // the library asks again with the next bytes that are sent
+                return;
             }
-            if (const std::size_t part = std::min(room - at, total - call.sent)) {
-                std::memcpy(to + at, std::as_const(call.request).data() + (call.sent - 5), part);
-                call.sent += part, at += part;
+            if (to.capacity() - to.size() < kFrameHead + size) to.reserve(to.size() + std::min(call->left() + call->left() / 512, kAtOnce) + kFrameHead);
+            to.append(reinterpret_cast<const char*>(head), kFrameHead);
+            if (call->sent < kPrefix) {
+                const std::size_t part = std::min(size, kPrefix - call->sent);
+                to.append(reinterpret_cast<const char*>(call->prefix.data()) + call->sent, part);
+                call->sent += part, size -= part;
             }
-            if (call.sent == total) *flags |= nghttp2::kEof;
-            written = static_cast<ssize_t>(at);
+            if (size) to.append(std::as_const(call->request).data() + (call->sent - kPrefix), size);
+            call->sent += size;
+            result = 0;
         });
-        return failed ? failed : written;
+        return failed ? failed : result;
     }
 
     const nghttp2::Library& lib_ = nghttp2::library();
@@ -278,6 +291,8 @@ class GrpcClient {
     std::vector<Result> results_;
     std::vector<nghttp2::Field> fields_;
     std::string ahead_;  // bytes to send
+    std::string* to_ = &ahead_;  // what `collect` appends to, up to
+    std::size_t most_now_ = 0;
     bool broken_ = false, leaving_ = false;
 };
 

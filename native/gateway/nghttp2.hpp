@@ -52,13 +52,14 @@ struct Info {  // nghttp2_info
 constexpr std::uint8_t kData = 0, kHeaders = 1, kReset = 3, kGoAway = 7;  // types of frames
 constexpr std::uint8_t kNoFlags = 0, kEndStream = 1, kNoIndex = 1;        // the last of a Field
 constexpr std::int32_t kEnablePush = 2, kMaxStreams = 3, kInitialWindow = 4, kMaxFrame = 5, kMaxHeaders = 6;  // settings
-constexpr std::uint32_t kEof = 1, kNoEndStream = 2;                                          // flags of a ReadSource
+constexpr std::uint32_t kEof = 1, kNoEndStream = 2, kNoCopy = 4;                             // flags of a ReadSource
 constexpr std::uint32_t kNoError = 0, kRefusedStream = 7, kCancel = 8, kCalm = 11;           // error codes
-constexpr int kDeferred = -508, kResetThis = -521, kPause = -526, kNoMemory = -901;
+constexpr int kWouldBlock = -504, kDeferred = -508, kResetThis = -521, kPause = -526, kNoMemory = -901;
 
 using OnFrame = int (*)(Session*, const FrameHead*, void* user);
 using OnHeader = int (*)(Session*, const FrameHead*, const std::uint8_t* name, std::size_t, const std::uint8_t* value, std::size_t, std::uint8_t flags, void* user);
 using OnData = int (*)(Session*, std::uint8_t flags, std::int32_t stream, const std::uint8_t* data, std::size_t, void* user);
+using SendData = int (*)(Session*, const FrameHead*, const std::uint8_t* head, std::size_t size, Source*, void* user);  // head: 9 bytes
 using OnClose = int (*)(Session*, std::int32_t stream, std::uint32_t why, void* user);
 
 // X(name, result, parameters) for each function nghttp2_NAME. The last two options were added against CVE-2023-44487 (streams
@@ -73,6 +74,7 @@ using OnClose = int (*)(Session*, std::int32_t stream, std::uint32_t why, void* 
     X(session_callbacks_set_on_frame_recv_callback, void, (Callbacks*, OnFrame))                              \
     X(session_callbacks_set_on_frame_send_callback, void, (Callbacks*, OnFrame))                              \
     X(session_callbacks_set_on_data_chunk_recv_callback, void, (Callbacks*, OnData))                          \
+    X(session_callbacks_set_send_data_callback, void, (Callbacks*, SendData))                                 \
     X(session_callbacks_set_on_stream_close_callback, void, (Callbacks*, OnClose))                            \
     X(option_new, int, (Option**))                                                                            \
     X(option_del, void, (Option*))                                                                            \

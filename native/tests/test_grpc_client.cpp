@@ -350,6 +350,26 @@ void a_cancelled_call_is_told_to_the_server_and_has_no_result() {
     }
 }
 
+void a_call_is_cancelled_while_a_frame_of_it_waits_for_room() {
+    Client client(head(), kMost);
+    Server server(kLimits, account());
+    talk(client, server, [](Event&) {});
+    const std::int32_t call = client.call(bytes_of(200'000), "1S"), other = client.call("other", "1S");
+    std::string begun;
+    client.send(begun, 20'000);
+    CHECK(begun.size() >= 20'000 && begun.size() < 20'000 + 2 * 16'400 && fed(server, begun));
+    client.cancel(call);
+    std::size_t gone = 0;
+    talk(client, server, [&](Event& event) {
+        gone += event.kind == GrpcEvent::kGone && event.stream == call;
+        CHECK(event.stream == other || event.kind == GrpcEvent::kCall || event.kind == GrpcEvent::kGone);
+        if (event.kind != GrpcEvent::kEnd) return;
+        server.answer(other, "answer");
+        server.finish(other, 0, {}, {});
+    });
+    CHECK(gone == 1 && client.results().size() == 1 && client.results()[0].stream == other && client.results()[0].message == "answer" && client.open());
+}
+
 void a_call_that_is_cancelled_before_its_turn_is_never_seen() {
     Client client(head(), kMost);
     Server server(kLimits, account());
@@ -775,6 +795,7 @@ int main() {
     a_server_that_leaves_answers_what_it_has_seen();
     calls_that_wait_for_their_turn_need_not_wait_when_the_server_leaves();
     a_cancelled_call_is_told_to_the_server_and_has_no_result();
+    a_call_is_cancelled_while_a_frame_of_it_waits_for_room();
     a_call_that_is_cancelled_before_its_turn_is_never_seen();
     no_timeout_is_lost();
     a_head_that_is_too_long_to_be_sent_ends_its_call();

@@ -622,6 +622,35 @@ def test_a_request_goes_on_when_there_is_room_in_the_socket_again(gateway, calls
         assert ask(message) == b"to " + message
 
 
+def test_many_bytes_to_send_use_the_same_memory_again_unless_somebody_has_it_still():
+    head = [(":method", "POST"), (":scheme", "http"), (":path", INFER), (":authority", "here")]
+    client, budget = native.GrpcClient(head, 1 << 30), native.Budget((1 << 30,) * 3, (1 << 30,) * 3)
+    server = native.GrpcConnection(1 << 30, 1 << 16, 100, native.Account(budget, 0))
+
+    def sent(request: bytes) -> Any:
+        """What the client has to send for a request, which the server answers."""
+        number = client.call(request, "1S")
+        made = client.outgoing()
+        for kind, call, message in server.feed(bytes(made), len(made)):
+            if kind == MESSAGE:
+                assert (call, bytes(message)) == (number, request)
+                server.taken(call, len(message))
+                server.answer(call, b"yes")
+                server.finish(call, 0, "", [])
+        assert client.receive(server.outgoing()) == [(number, b"yes")]
+        return made
+
+    settings = client.outgoing()
+    assert server.feed(settings, len(settings)) == client.receive(server.outgoing()) == []  # it takes much at once
+    first = sent(b"a" * 100_000)
+    held, where = bytes(first), first.__array_interface__["data"]
+    second = sent(b"b" * 200_000)
+    assert second.__array_interface__["data"] != where and bytes(first) == held
+    where = second.__array_interface__["data"]
+    del first, second
+    assert sent(b"c" * 150_000).__array_interface__["data"] == where
+
+
 def test_a_call_ends_once_whatever_comes_later():
     told: list[Any] = []
     call = http2_call.LineCall(b"x", 30.0)

@@ -288,6 +288,7 @@ class Line:
         assert self._socket is not None
         while True:
             if not len(self._unsent):
+                self._unsent = b""  # what was sent gives its memory back to the next bytes
                 self._unsent = memoryview(self._client.outgoing())
                 if not len(self._unsent):
                     self._wants = select.POLLIN
