@@ -52,6 +52,7 @@ def test_a_resumed_serial_training_learns_from_each_rollout_and_depends_on_its_c
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.runs
 def test_what_learners_dropped_is_in_summary_and_report_and_counted_on_when_resumed(tmp_path, monkeypatch):
     def trained(steps, **options):
         settings = MarlTraining(**{**PPO, "steps": steps}, log_dir=tmp_path)

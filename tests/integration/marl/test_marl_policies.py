@@ -108,6 +108,7 @@ def test_the_others_act_by_their_own_policies(folder):
     assert used == ["b", "c", "d"]
 
 
+@pytest.mark.runs
 def test_an_exported_policy_cannot_play_among_learned_others_but_among_random_ones(folder, tmp_path, command):
     command("export", folder, "--name", "a", "--to", tmp_path / "a.pt2")
     exported = torch.export.load(tmp_path / "a.pt2").module()

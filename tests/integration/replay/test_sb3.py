@@ -18,6 +18,7 @@ from jurybox.training.replay import Replay
 from jurybox.training.replay.sb3 import SharedReplayBuffer
 
 
+@pytest.mark.runs
 def test_sac_learns_from_a_shared_buffer() -> None:
     env = make_vec_env("Pendulum-v1", 2, seed=0)
     model = SAC(

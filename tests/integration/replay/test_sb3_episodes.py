@@ -153,6 +153,7 @@ class Reach(gymnasium.Env):
         return -(np.abs(achieved - desired).sum(-1) > 0.3).astype(np.float32)
 
 
+@pytest.mark.runs
 def test_it_is_used_by_stable_baselines3s_own_loops() -> None:
     env = Reach()
     hindsight = {"hindsight": Hindsight(env.compute_reward, max_episode_length=10)}

@@ -298,6 +298,7 @@ def started(tmp_path, monkeypatch):
         yield started
 
 
+@pytest.mark.runs
 @needs_compiler
 def test_a_stop_ends_a_compiler_and_the_step_is_made_without_it(started) -> None:
     learner, plain = made("dqn", True), made("dqn", False)

@@ -182,6 +182,7 @@ def test_a_policy_is_trained_played_and_exported_in_the_environments_own_structu
     assert all(f"{json.dumps(name)} = {{dtype" in config for name in answers)
 
 
+@pytest.mark.runs
 def test_a_recurrent_policy_answers_the_structure_and_then_what_it_remembers(tmp_path) -> None:
     settings = GymTraining(
         env=HERE + "Told", steps=128, hidden=(16,), recurrent="lstm", hidden_size=8, n_steps=64, batch_size=64,

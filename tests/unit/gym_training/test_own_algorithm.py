@@ -338,6 +338,7 @@ def test_an_evaluations_actions_are_checked_too(folder) -> None:
         train(settings, folder / "run", serial=True)
 
 
+@pytest.mark.runs
 def test_a_process_says_what_is_wrong_with_an_action(folder) -> None:
     settings = GymTraining.checked({**SMALL, "algorithm": "other_q:Chooses"})
     planned = replace(plan(settings), timeouts=replace(plan(settings).timeouts, failures=1, back_off=(0.0,)))

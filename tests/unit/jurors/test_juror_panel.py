@@ -99,6 +99,7 @@ print(min(faults[3:]))  # what is allocated anew is so in every batch; another p
 """
 
 
+@pytest.mark.runs
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_a_warm_panel_pays_for_no_page_faults_on_a_cpu() -> None:
     # In its own process: whatever other tests allocated has moved this one's thresholds.

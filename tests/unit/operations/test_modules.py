@@ -40,7 +40,7 @@ def imported(tree):
         elif isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {each if each in modules() else node.module for each in inner}
-        waiting += ast.iter_child_nodes(node)
+        waiting += (inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr))
     return found & modules().keys()
 
 

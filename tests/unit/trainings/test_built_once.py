@@ -187,6 +187,7 @@ def test_who_begins_an_episode_has_the_environment_and_the_other_is_told(make) -
         assert not first.hold(lambda: None) and list(second.hold(lambda: None)) == [0]
 
 
+@pytest.mark.runs
 def test_the_process_with_environments_lends_them_to_one_at_a_time(tmp_path) -> None:
     with builders(True, 1, tmp_path, serial=False) as built:
         adapter, arguments = built.adapter(GYM, {"env": HERE + "Clock", "env_args": {}, "clips": True})

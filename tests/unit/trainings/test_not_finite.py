@@ -198,7 +198,7 @@ def test_weights_that_are_not_finite_end_a_plan_of_ones_own(tmp_path, monkeypatc
     assert Checkpoints(tmp_path / "checkpoints").best() is None
 
 
-@pytest.mark.parametrize("serial", [True, False])
+@pytest.mark.parametrize("serial", [True, pytest.param(False, marks=pytest.mark.runs)])
 def test_weights_that_are_not_finite_are_told_with_their_learner(tmp_path, serial) -> None:
     """Of two learners with the same network."""
     small = {name: MARL[name] for name in ("hidden", "evaluation_episodes", "log_every")}

@@ -184,6 +184,7 @@ def standing(left, right_name: str, n: int = 60) -> tuple[float, float, float]:
     return tuple(sum(game.numbers[which] for game in games) / n for which in ("wins", "ties", "losses"))
 
 
+@pytest.mark.runs
 def test_bots_beat_a_random_player() -> None:
     for name in ("weak", "strong"):
         wins, _, losses = standing(RandomPlayer(), name, 12)

@@ -85,6 +85,7 @@ def test_the_learner_waits_until_rows_of_many_games_can_be_sampled(tmp_path: Pat
     assert outcome.learner_steps == outcome.env_steps // 10 - 12 // 10
 
 
+@pytest.mark.runs
 def test_a_training_leaves_everything_that_a_curve_needs_and_no_shared_memory(tmp_path: Path, monkeypatch) -> None:
     before = set(os.listdir(directory()))
     monkeypatch.setattr(hockey_report, "_FILM_EVERY", 25)  # a picture of each half a second

@@ -99,6 +99,7 @@ def test_a_resumed_run_counts_on(first, tmp_path):
     assert [row["env_steps"] for row in read_metrics(folder / "metrics.csv")] == [16, 32, 48, 64]
 
 
+@pytest.mark.runs
 def test_the_same_seed_trains_the_same_policy(first, tmp_path):
     ours, again = weights(first), trained(tmp_path / "again")
     other = trained(tmp_path / "other", SMALL.changed(seed=4))
@@ -154,6 +155,7 @@ class InterruptsEvaluation(Watcher):
             raise KeyboardInterrupt
 
 
+@pytest.mark.runs
 def test_a_finished_run_keeps_its_results_until_it_is_evaluated_again(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     before = summary(folder)
