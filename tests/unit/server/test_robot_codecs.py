@@ -237,6 +237,18 @@ async def test_whether_a_robot_has_moved_is_seen_also_where_the_model_takes_only
     assert robot.keep(seen(1, moved), Charge(budget, robot.account)) is kept
 
 
+def test_a_motors_position_is_a_number_or_an_array_of_one():
+    names = ["hip", "knee", "wrist"]
+    features = {"observation.state": {"dtype": "float32", "shape": [3], "names": names}}
+    spec = ModelSpec("policy", {"observation.state": TensorSpec("float32", (3,))}, {"actions": NUMBERS})
+    motors = RobotFeatures(lerobot_messages.Setup("act", features, 5, {}), spec)
+    there = {"hip": 1, "knee": np.float32([2.5]), "wrist": np.array(-3.0)}
+    assert motors.state(there).tolist() == [1.0, 2.5, -3.0]
+    for wrong in (np.zeros(2), "1", None, True, [1.0]):
+        with pytest.raises(SpecMismatch, match=r"^motor 'knee' of the observation: expected a number$"):
+            motors.state({**there, "knee": wrong})
+
+
 async def test_requests_that_are_episodes_take_the_place_freed_last_as_that_of_a_robot_that_returns():
     """So batches wait for robots that send every request over another connection, too."""
     policy = RobotPolicy(Frontend("ipc:///nowhere", None), "policy", 4, 1.0)
