@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
+from jurybox.client.remote.grpc_channel import CODE
 from jurybox.client.remote.grpc_stream import RemoteStream
 from jurybox.client.remote.infer_calls import Failed
-from jurybox.client.remote.grpc_channel import CODE
 from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone
 
 
