@@ -488,6 +488,23 @@ def test_a_model_that_is_served_alone_leaves_the_group_that_it_was_in(loads: Loa
     assert left == [2]
 
 
+def test_a_model_that_is_loaded_anew_right_after_its_unload_has_left_its_group_before(loads: Loads) -> None:
+    loads.serve(Plus())
+    loads.begin(Plus(), load=2)
+    loads.idle()
+    left: list[int] = []
+    groups: Any = SimpleNamespace(leave=lambda model: left.append(loads.of("begins")[-1]["load"]))
+    loads.loader._groups = groups
+    go_on = threading.Event()
+    loads.loader._jobs.put((0, 0, lambda: go_on.wait(30)))
+    loads.loader.unload(0)
+    loads.begin(raising(ValueError("broken")), load=3)
+    go_on.set()
+    loads.idle()
+    assert left == [2], "not after load 3 has begun"
+    assert loads.of("failed")[-1]["load"] == 3 and not loads.loader._unplaced
+
+
 def test_weights_of_an_unloaded_model_may_be_changed(loads: Loads) -> None:
     module = Plus()
     loads.serve(module)

@@ -450,10 +450,9 @@ class ModelLoader:
         self._report("a model changed what others compute in, it was set back", model=name, changed=", ".join(names))
 
     def _left(self, model: int) -> None:
-        """Drop what is left of an unloaded model, and remove it from its group."""
-        if model not in self._wanted:
-            self._unplaced.pop(model, None)
-            self._groups.leave(model)
+        """Drop what is left of an unloaded model, and remove it from its group, before its next load begins."""
+        self._unplaced.pop(model, None)
+        self._groups.leave(model)
 
     def _ready(
         self, model: int, load: int, arena: Arena, channel: WeightsChannel | None, warmed: dict[str, Any]
