@@ -627,6 +627,26 @@ def taken(router):
     return sequence_of(router.recv_multipart())
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_wait_for_several_engines_wakes_for_each(monkeypatch, wires, tmp_path, own):
+    if not own:
+        monkeypatch.setattr(engine_link, "can_dial", lambda address: False)
+    with zmq.Context() as context, contextlib.ExitStack() as undo:
+        addresses = [f"ipc://{tmp_path}/{name}" for name in ("one", "two")]
+        for address in addresses:
+            undo.callback((router := context.socket(zmq.ROUTER)).close, 0)
+            router.bind(address)
+        transport = ZmqTransport(wires.context, addresses, LANE, LEASE)
+        undo.callback(transport.close)
+        links = [transport._attached(number, LIFE).link for number in (0, 1)]
+        polled = []
+        monkeypatch.setattr(zmq, "zmq_poll", lambda *given: polled.append(given))
+        assert not transport.receive(0.0) and not polled
+        assert not transport.receive(1.5)
+        watched = {(link.descriptor if own else link.socket, zmq.POLLIN) for link in links}
+        assert [(set(sockets), time_out) for sockets, time_out in polled] == [(watched, 1500)]
+
+
 @pytest.mark.parametrize("within", ["_send", "_receive", "_poll", "poll of several"])
 @pytest.mark.parametrize("end", ["engine", "transport", "link"])
 def test_a_socket_of_libzmq_is_closed_by_the_last_call_within_it(over_libzmq, monkeypatch, tmp_path, within, end):
