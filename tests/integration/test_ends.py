@@ -131,7 +131,12 @@ def test_no_call_waits_for_another_thread_longer_than_its_time_out(connecting):
                 for ask in everything(server, 0.05):
                     try:
                         ask()
-                    except (Timeout, ModelNotFound, Refused) as error:
+                    except (
+                        Timeout,
+                        ModelNotFound,
+                        Refused,
+                        ServerGone,
+                    ) as error:  # the last if the server is not quick
                         late += "in another thread did not end within 0." in str(error)
                     assert holder.is_alive(), "it ended before that thread let go"
                 assert model.infer(X).shape == (2, 4)

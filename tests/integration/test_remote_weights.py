@@ -558,8 +558,10 @@ def test_a_part_is_not_added_to_another_servers_version_after_the_stream_broke(t
             publisher._stream.close()
             publisher.publish({"offset": np.array(2, np.float32)}, partial=True)  # nobody has published since
             publisher._stream.close()
-            with own.connect() as client, client.publisher("policy") as other:
-                other.publish({name: value * 10 for name, value in whole.items()})
+            with own.connect() as client:
+                wait_until(lambda: freed(client, "policy"))
+                with client.publisher("policy") as other:
+                    other.publish({name: value * 10 for name, value in whole.items()})
             for _ in range(2):
                 with pytest.raises(Refused, match=r"version 3, which may .*: publish all of them first"):
                     publisher.publish({"offset": np.array(4, np.float32)}, partial=True)

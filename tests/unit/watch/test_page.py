@@ -72,7 +72,10 @@ def test_no_file_of_the_page_has_inline_code_or_names_a_foreign_host(file):
     assert "innerHTML" not in text
 
 
-async def test_metrics_come_from_the_scoreboard_and_the_status_is_read_once_a_second(http, source, scene):
+async def test_metrics_come_from_the_scoreboard_and_the_status_is_read_once_in_a_while(
+    http, source, scene, monkeypatch
+):
+    monkeypatch.setattr("jurybox.server.gateway.live._NAMES_FOR", 60.0)
     for requests in range(1, 6):
         scene.add(0, 3, requests=1)
         text = (await http.get("/metrics")).text
