@@ -412,6 +412,8 @@ def test_a_body_that_its_answer_leaves_to_the_layers_is_answered_by_them_with_wh
         await web.send(request(b"1") + request(b"22"))
         assert [(await web.answer())[2] for _ in range(2)] == [b"<1>", b"<22>"]
         assert gateway.by_layers >= 2 and gateway.bodies == [b"first", b"1", b"22"]
+        (connection,) = gateway.state.connections
+        assert not connection.in_progress and not connection.receiving
 
     run(test)
 
