@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -221,6 +222,14 @@ def test_an_interrupted_stream_publishes_nothing_and_frees_the_publisher_slot(re
         wait_until(lambda: freed(client, "big"), 30, "the publisher slot")
         assert reader.newest == before
         publisher.close()
+
+
+def test_a_learner_may_take_any_time_between_publications(remote, client):
+    with RemotePublisher(remote, "policy") as publisher:
+        first, stream = publisher.publish(affine(1)), publisher._stream
+        time.sleep(2.5)  # more than the gateway waits for the rest of one
+        assert publisher.publish(affine(2)) == first + 1 and publisher._stream is stream
+    wait_until(lambda: freed(client, "policy"), 30, "the publisher slot")
 
 
 def test_a_killed_gateway_is_an_error_and_the_next_gateway_takes_publications(server, client):

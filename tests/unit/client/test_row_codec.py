@@ -53,6 +53,22 @@ def test_a_row_of_another_dtype_or_shape_is_refused_with_what_would_fit():
     assert "astype" not in str(several.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (np.zeros(2, np.float32), "for a single row call the model itself, or add an axis: array[None]"),
+        (np.zeros((3, 2)), "convert it on purpose: array.astype('float32')"),
+        (np.zeros((3, 4), np.float32), ""),
+        (np.zeros((3, 4)), ""),
+    ],
+)
+def test_rows_of_another_dtype_or_shape_are_refused_with_what_may_have_been_meant(given, meant):
+    spec = ModelSpec("pair", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32")})
+    with pytest.raises(SpecMismatch) as refused:
+        codec_of(spec).checked(given)
+    assert str(refused.value).partition("; ")[2] == meant
+
+
 def test_inputs_that_have_no_names_are_refused_with_what_the_model_takes():
     one, two = TensorSpec("float32", (2,)), TensorSpec("uint8")
     spec = ModelSpec("pair", {"x": one, "k": two}, {"y": one})

@@ -21,6 +21,7 @@ from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.gateway.npy import npy_file, npy_head
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
+from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation
 from jurybox.server.gateway.robots.lerobot_features import RobotFeatures, bilinear
 from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot
 from jurybox.server.gateway.robots.observations import rows_of
@@ -235,6 +236,20 @@ async def test_whether_a_robot_has_moved_is_seen_also_where_the_model_takes_only
     assert robot.keep(first, Charge(budget, robot.account)) and robot.take()[0] is first
     robot.answering(first)
     assert robot.keep(seen(1, moved), Charge(budget, robot.account)) is kept
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("axes", [{"video": 4, "state": 2}, {"video": 5, "state": 3}, {"video": 5, "state": 2}, {}])
+def test_only_an_observation_of_gr00t_that_has_no_batch_axis_at_all_gets_one(flat, axes):
+    arrays = {kind: np.zeros((1,) * n) for kind, n in axes.items()}
+    texts = {"task": ["lift"]} if flat else {"language": {"task": ["lift"]}}
+    given = texts | {(f"{kind}.a" if flat else kind): (one if flat else {"a": one}) for kind, one in arrays.items()}
+    found = gr00t_observation(given)
+    older = axes == {"video": 4, "state": 2}
+    assert (found.flat, found.batched) == (flat and bool(axes), not older)
+    shapes = {kind: found.values[f"{kind}/a"].ndim for kind in axes}
+    assert shapes == ({"video": 5, "state": 3} if older else axes)
+    assert found.values["language/task"] == ["lift"]
 
 
 def test_a_motors_position_is_a_number_or_an_array_of_one():
