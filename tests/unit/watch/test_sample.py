@@ -196,6 +196,15 @@ def test_watchers_cannot_write_to_the_scoreboard_and_notice_a_dead_server(scene)
     scene.scoreboard.segment.unlink()
 
 
+def test_a_look_is_at_the_scoreboard_of_the_server_that_the_document_names(scene):
+    other = type(scene)()
+    scene.add(0, 3, requests=1)
+    other.add(0, 3, requests=5)
+    looks = [scene._reader.read(server.document()) for server in (scene, other, other, scene)]
+    assert [look.counters["requests"][0].tolist() for look in looks] == [[1, 0], [5, 0], [5, 0], [1, 0]]
+    other.close()
+
+
 def test_until_the_first_request_it_is_said_how_to_send_one(scene):
     scene.listening = {"http": "127.0.0.1:8000"}
     lines = sample(None, scene.snapshot())["first_request"]
