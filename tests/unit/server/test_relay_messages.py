@@ -276,6 +276,14 @@ def test_a_ticket_is_answered_to_its_client_and_one_of_an_unknown_lease_is_stale
     assert "take a new one" in text
 
 
+def test_as_many_bytes_are_expected_after_a_ticket_as_its_rows_have(world):
+    lease = world.lease()
+    expected = [world.relay._expected(record(lease.lease, rows=rows)) for rows in (1, 3, 300)]
+    assert expected == [4, 12, 1200]
+    unknown = (record(lease.lease + 1), record(lease.lease)[:-1], record(lease.lease) + b"x", b"")
+    assert [world.relay._expected(first) for first in unknown] == [0, 0, 0, 0]
+
+
 def test_a_client_learns_of_its_lane_what_it_needs_and_nothing_of_the_servers_memory(world):
     lease = world.lease(rows=3)
     assert (lease.rows, lease.priority, lease.model.name, lease.model.arena_rows) == (3, 1, "m", 8)
