@@ -212,8 +212,6 @@ class SequenceTurn:
     def _lost(self, rows: Sequence[int]) -> SessionLost:
         for row in rows:
             self._of[row].next = None
-            if self._end:
-                self._all.release(self._of[row])
         if self.reports_loss:
             return SessionLost(f"sessions of {len(rows)} rows have lost their state", sessions=list(rows))
         return SessionLost(
