@@ -6,7 +6,7 @@ STAMP := $(VENV)/.jurybox-setup
 DEMO_STAMP := $(VENV)/.jurybox-demo
 
 # How many tests run at once; each worker takes whole files, and has a folder of shared memory of its own.
-WORKERS ?= 6
+WORKERS ?= 4
 
 # Where torch comes from: PyTorch's CPU builds where there is no NVIDIA driver, since PyPI's brings 4 GB of CUDA along.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/version),,https://download.pytorch.org/whl/cpu)

@@ -128,7 +128,7 @@ def units(there: Environment, wheel: Path) -> None:
     """The unit suite, with the tools of the tests in the environment."""
     wanted = f"jurybox[dev] @ {wheel.as_uri()}"
     run(uv(), "pip", "install", "--quiet", "--python", there.python, "--constraints", PINNED, wanted, timeout=1200)
-    workers = ["-n", os.environ.get("WORKERS", "6"), "--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = ["-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile", "--no-loadscope-reorder"]
     began = time.monotonic()
     said = there.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, ROOT / "tests" / "unit", timeout=3600)
     say(f"  the unit suite in {time.monotonic() - began:.0f} s: {said.splitlines()[-1]}")
