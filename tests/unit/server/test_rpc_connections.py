@@ -350,6 +350,22 @@ async def test_a_port_knows_the_methods_that_were_added_in_either_way():
     assert port.calls.found(b"/u.U/two") is handler, "what was not there may be there later"
 
 
+async def test_a_client_of_one_call_at_a_time_is_told_from_others():
+    port = Port()
+    connection, _ = port.connected(HELLO + head(1) + message(1, b"x"))
+    first = port.kept[0][1]
+    assert first.connection is connection.client is connection.alone is not None
+    heard(connection, head(3) + message(3, b"y"))
+    assert port.kept[1][1].connection is None and connection.alone is None
+    first.reply(b"x")
+    port.kept[1][1].reply(b"y")
+    heard(connection, head(5) + message(5, b"z"))
+    assert port.kept[2][1].connection is connection.client
+    port.kept[2][1].reply(b"z")
+    heard(connection, head(7) + message(7, b"x") + head(9) + message(9, b"x"))
+    assert port.kept[3][1].connection is None, "two came at once"
+
+
 async def test_a_reset_ends_only_its_own_call():
     port, gone = Port(), []
     connection, wire = port.connected(b"".join([HELLO, *(head(n) + message(n, b"x") for n in (1, 3))]))

@@ -60,7 +60,7 @@ class Call:
     @property
     def connection(self) -> ClientConnection | None:
         """The connection, if it has no other call now; see `security.grpc.DirectCall.connection`."""
-        return self._connection.client if self._connection.lone else None
+        return self._connection.alone
 
     @property
     def account(self) -> native.Account:

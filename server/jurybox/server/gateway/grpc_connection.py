@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _MOST_QUEUED = 1 << 20  # bytes of a stream's answers that are queued for the peer
 _QUIET = 20.0  # seconds without a byte after which the peer is pinged; it has as long to answer
 _TURN, _TIMED = 0.002, 8  # seconds after which other connections come first, and events between two looks at the clock
-_LONE = 3  # events of a single unary call that arrives at once: call, message, end
 _CALL, _MESSAGE, _COMPRESSED, _END, _GONE, _TOO_LARGE, _REFUSED, _WAKE = range(8)  # native.GrpcConnection's events
 _PIECE = 1 << 20  # bytes that are decompressed at a time
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
@@ -49,7 +48,7 @@ class RpcConnection(asyncio.BufferedProtocol):
         self.peer = ""
         self.client: ClientConnection | None = None
         self._unsent = 0  # bytes in the transport's buffer, counted while it is paused
-        self._paused = self._reading = self.lone = self._behind = False
+        self._paused = self._reading = self._behind = False
         self._events: deque[Any] = deque()  # of native code, that are not handled yet
         self._trusted = server.token is None  # whether native code may answer calls: all, or those that show the token
         self._waiters: list[asyncio.Future[None]] = []  # of calls, until the peer may have received something
@@ -92,7 +91,6 @@ class RpcConnection(asyncio.BufferedProtocol):
             if size or not self._events:
                 forms = self._server.forms if self._trusted and not self.closed else None
                 self._events += self.native.feed(data, size, forms, self)
-                self.lone = len(self._events) <= _LONE and len(self.calls) <= 1
             while self._events and not over:
                 over = self._handle([self._events.popleft() for _ in range(min(_TIMED, len(self._events)))])
                 if time.monotonic() - began > _TURN:
