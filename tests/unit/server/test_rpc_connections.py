@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from types import SimpleNamespace
 
@@ -315,7 +316,18 @@ async def test_a_stop_refuses_calls_and_ends_when_the_last_connection_has_gone()
     connection.connection_lost(None)
     await turns()
     assert stopping.done()
-    await asyncio.wait_for(port.calls.stop(60.0), 30)
+
+
+async def test_a_port_without_connections_stops_at_once_and_takes_no_more():
+    port, listener = Port(), socket.create_server(("127.0.0.1", 0))
+    await port.calls.start(listener)
+    where = listener.getsockname()
+    _, writer = await asyncio.open_connection(*where)
+    writer.close()
+    stopping = asyncio.ensure_future(port.calls.stop(60.0))
+    await asyncio.wait_for(stopping, 30)
+    with pytest.raises(OSError):
+        await asyncio.open_connection(*where)
 
 
 async def test_a_stop_waits_no_longer_than_its_grace():
@@ -348,6 +360,17 @@ async def test_a_port_knows_the_methods_that_were_added_in_either_way():
     assert port.calls.found(b"/t.T/Read") is port.calls.found(b"/u.U/two") is None
     port.calls.add_registered_method_handlers("u.U", {"two": handler})
     assert port.calls.found(b"/u.U/two") is handler, "what was not there may be there later"
+
+
+async def test_a_method_is_looked_up_once_however_often_it_is_called():
+    port, asked = Port(), []
+    handler = grpc.unary_unary_rpc_method_handler(None)
+    port.calls.add_generic_rpc_handlers(
+        [SimpleNamespace(service=lambda details: asked.append(details.method) or handler)]
+    )
+    for _ in range(3):
+        assert port.calls.found(b"/u.U/one") is handler
+    assert asked == ["/u.U/one"]
 
 
 async def test_a_client_of_one_call_at_a_time_is_told_from_others():
