@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from jurybox.protocol.errors import Refused, ServerGone, Timeout
 from jurybox.server.gateway import live
 from jurybox.server.gateway.app import create_app
 from jurybox.server.gateway.live import Broadcast, Snapshots
+from jurybox.server.security.http import Heads
 
 PAGE = Path(live.__file__).parent / "page"
 
@@ -196,3 +198,91 @@ async def test_a_scrape_that_fails_fails_for_all_who_wait_and_not_for_the_next(h
     assert {answer.status_code for answer in answers} == {503}
     source.error = None
     assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_a_clock_decides_when_the_names_are_read_again_and_for_how_long_old_ones_do(source, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = Snapshots(source)
+    for seconds, asked in ((0.0, 1), (0.75, 1), (0.25, 2), (0.75, 2), (1.0, 3)):
+        now[0] += seconds
+        await watch.snapshot()
+        assert source.asked == asked
+    source.error = Timeout("too slow")
+    now[0] += 29.75
+    await watch.snapshot()
+    now[0] += 0.25
+    with pytest.raises(Timeout):
+        await watch.snapshot()
+    watch.close()
+
+
+async def test_the_first_snapshot_needs_the_status(source):
+    source.error = Timeout("too slow")
+    with pytest.raises(Timeout):
+        await Snapshots(source).snapshot()
+
+
+async def test_after_a_server_died_its_names_are_read_anew(source, scene, monkeypatch):
+    watch = Snapshots(source)
+    await watch.snapshot()
+    before, reader = source.asked, watch._reader
+    monkeypatch.setattr(reader, "read", _raising(ServerGone("its scoreboard is gone")))
+    with pytest.raises(ServerGone):
+        await watch.snapshot()
+    monkeypatch.undo()
+    assert (await watch.snapshot()).models and source.asked == before + 1
+    watch.close()
+
+
+def _raising(error: Exception) -> Any:
+    def raises(*_: Any) -> None:
+        raise error
+
+    return raises
+
+
+async def test_a_head_request_for_the_stream_ends_and_opens_no_stream(source):
+    transport = httpx.ASGITransport(Heads(create_app(source)))
+    async with asyncio.timeout(30), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        answer = await client.head("/events")
+    assert source.asked == 0
+    assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    assert answer.headers["x-frame-options"] == "DENY"
+
+
+async def test_a_stream_is_no_longer_open_to_more_watchers_than_the_most(http, monkeypatch):
+    monkeypatch.setattr("jurybox.server.gateway.live._MOST_WATCHERS", 0)
+    answer = await http.get("/events")
+    assert (answer.status_code, answer.json()["code"]) == (429, "BUSY")
+
+
+async def test_there_is_no_film_without_trainings(http):
+    answer = await http.get("/runs/film", params={"name": "run"})
+    assert (answer.status_code, "no film of 'run'" in answer.text) == (404, True)
+
+
+async def test_who_comes_later_gets_the_last_document_at_once(source):
+    broadcast = Broadcast(Snapshots(source), interval=3600.0)
+    first = broadcast.stream()
+    event = await anext(first)
+    second = broadcast.stream()
+    async with asyncio.timeout(30):
+        assert await anext(second) == event
+    await first.aclose()
+    assert broadcast.watchers == 1
+    await second.aclose()
+    assert broadcast.watchers == 0
+
+
+async def test_closing_the_routes_ends_the_streams_and_the_scrapes_that_wait(source, monkeypatch):
+    routes = live.LiveRoutes(source)
+    stream = routes._broadcast.stream()
+    await anext(stream)
+    scraped = asyncio.ensure_future(routes._scrapes.scrape(""))
+    await asyncio.sleep(0)
+    routes.close()
+    async with asyncio.timeout(30):
+        assert len([event async for event in stream]) <= 1
+        with pytest.raises(asyncio.CancelledError):
+            await scraped
