@@ -399,3 +399,39 @@ async def test_a_reset_ends_only_its_own_call():
     assert gone == [1] and [call.done() for _, call in port.kept] == [True, False]
     port.kept[1][1].reply(b"y")
     assert wire.answered() == [3] and connection.idle
+
+
+async def test_the_server_speaks_first_and_answers_all_that_came_at_once_with_one_write(monkeypatch):
+    port, writes = Port(), []
+    monkeypatch.setattr(Wire, "write", lambda wire, data: writes.append(data))
+    port.calls.direct[b"/t.T/keep"] = lambda content, call: call.reply(content) or True
+    connection, wire = port.connected(b"")
+    assert [data[3] for data in writes] == [SETTINGS]
+    heard(connection, HELLO)
+    writes.clear()
+    heard(connection, b"".join(head(number) + message(number, b"x") for number in range(1, 41, 2)))
+    assert len(writes) == 1, "no time has passed, so it was one turn, too"
+    wire.sent = writes[0]
+    assert wire.answered() == list(range(1, 41, 2)) and wire.reads
+
+
+async def test_a_peer_that_says_farewell_is_disconnected_after_its_last_answer():
+    port = Port()
+    connection, wire = port.connected(HELLO + head(1) + message(1, b"x"))
+    heard(connection, frame(GOAWAY, 0, 0, bytes(8)))
+    assert not wire.closed
+    port.kept[0][1].reply(b"y")
+    assert wire.closed and wire.answered() == [1]
+
+
+async def test_nothing_is_handled_of_a_connection_that_is_closing(monkeypatch):
+    port, queued = Port(), []
+    monkeypatch.setattr(grpc_calls.Turns, "later", lambda _turns, who, _seconds: queued.append(who))
+    connection, wire = port.connected()
+    ticks = iter(range(1000))
+    monkeypatch.setattr("jurybox.server.gateway.grpc_connection.time.monotonic", lambda: float(next(ticks)))
+    heard(connection, b"".join(head(number) + message(number, b"x") for number in range(1, 41, 2)))
+    handled = len(port.kept)
+    wire.close()
+    queued.pop().go_on()
+    assert len(port.kept) == handled and not queued
