@@ -150,3 +150,24 @@ def test_a_path_with_refusals_of_its_own_gets_them_for_bodies_that_are_refused()
         assert (answer.headers["content-type"], answer.content) == ("x/y", b"as its clients")
         assert answer.headers["retry-after"] == "2" and answer.headers["x-content-type-options"] == "nosniff"
     assert [answer.json()["code"] for answer in asyncio.run(go("/nothing", b"x" * (MOST + 1)))] == ["TOO_LARGE"]
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "status"),
+    [("1.0", [], 200), ("1.0", [(b"accept", b"*/*")], 200), ("1.1", [], 421), ("1.0", [(b"host", b"")], 421)],
+)
+async def test_a_load_balancers_probe_of_http_1_0_needs_no_host(version, headers, status):
+    sent = []
+    scope = {
+        "type": "http", "method": "GET", "path": "/echo", "raw_path": b"/echo", "query_string": b"",
+        "root_path": "", "scheme": "http", "http_version": version, "headers": headers,
+    }  # fmt: skip
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(told):
+        sent.append(told)
+
+    await guarded(APP, Access(None, max_message=MOST), loopback=True)(scope, receive, send)
+    assert sent[0]["status"] == status

@@ -6,12 +6,13 @@ import asyncio
 import io
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
 
 from jurybox.protocol.errors import Code, Error, ModelFailed, ProtocolMismatch, Refused, SpecMismatch
-from jurybox.server.gateway.dialects import body_fields, chat, nemo_gym, robometer
+from jurybox.server.gateway.dialects import body_fields, chat, nemo_gym, pickle_dialects, pickles, robometer
 from jurybox.server.gateway.dialects.intake import AnswerForm, RequestScores, Unscored
 
 
@@ -364,3 +365,40 @@ def test_a_field_that_would_change_a_chats_answer_means_nothing_for_texts(field,
     body_fields.require_texts({field: harmful})
     with pytest.raises(Refused, match="one number in digits"):
         body_fields.require_chat({field: harmful})
+
+
+# ---- pickled edits
+
+
+def edited(images, takes=(), **more):
+    body = pickle.dumps({"images": images, "prompts": ["a", "b"], "metadata": {}, **more})
+    reply = asyncio.run(pickle_dialects.verl_omni(intake := Intake(takes=takes), body))
+    return intake.request, pickles.loads(reply.body)
+
+
+def test_the_pictures_of_an_edit_are_fields_by_name_and_the_edited_ones_the_image():
+    request, answer = edited({"edited": [b"1", b"2"], "source": [b"3", b"4"]}, takes=["source"])
+    assert request.pictures == {"image": [b"1", b"2"], "source": [b"3", b"4"]}
+    assert (request.n, request.columns, answer) == (2, {"prompt": ["a", "b"]}, {"scores": [0.5, 0.5]})
+    assert edited([b"1", b"2"])[0].pictures == {"image": [b"1", b"2"]}
+
+
+@pytest.mark.parametrize(
+    ("images", "takes", "error", "why"),
+    [
+        ({"edited": [b"1", b"2"], "source": [b"3", b"4"]}, [], Refused, "name 'source' in the dialect's inputs"),
+        ({"edited": [b"1", b"2"], "image": [b"3", b"4"]}, [], Refused, "expected a field for each, but two have the"),
+        ({}, [], SpecMismatch, "expected pictures, came an empty dict"),
+        ({"edited": [b"1"]}, [], SpecMismatch, "expected 1 values in 'prompts', came 2"),
+        ({"edited": [b"1", b"2"], "source": [b"3"]}, ["source"], SpecMismatch, "expected 2 values in 'source', came 1"),
+        (b"1", [], SpecMismatch, "expected a list in 'images', came bytes"),
+    ],
+)
+def test_pictures_of_an_edit_that_do_not_fit_are_refused(images, takes, error, why):
+    with pytest.raises(error, match=why):
+        edited(images, takes)
+
+
+def test_prompts_of_an_edit_are_texts():
+    with pytest.raises(SpecMismatch, match="expected prompts of text"):
+        edited([b"1", b"2"], prompts=["a", 3])
