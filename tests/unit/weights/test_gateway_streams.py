@@ -166,13 +166,15 @@ async def test_changed_chunks_need_a_complete_publication_of_their_kind_before_t
         other = {} if more else {"bfloat16": True}
         stream = Stream(RemoteWeights("ipc:///here").publish)
         await stream.ask(OPEN)
-        await published(stream, publication(layout, 0, **more))
+        await published(stream, publication(layout, 5, **more))
         await published(stream, publication(layout.only(["b"]), 1, only=["b"]))
-        base = np.zeros(transfer_layout(layout, bfloat16=bool(more)).nbytes, np.uint8)
+        base = np.full(transfer_layout(layout, bfloat16=bool(more)).nbytes, 5, np.uint8)
         base[-1] = 9  # only the last chunk differs from it
-        changed = publication(layout, 0, base, changed_only=True, **more)
+        changed = publication(layout, 5, base, changed_only=True, **more)
         assert len(changed) == 3
         assert (await published(stream, changed)).published, f"a part between them changes nothing ({kind})"
+        weights = newest(host)[0]["w"]
+        assert weights[0] == weights[-1] != 0, "the chunks that were not sent are those of the publication before"
         refused = (await stream.ask(begin(layout, changed_only=True, **other))).refusal
         assert (refused.code, "before any complete publication" in refused.message) == (Code.MALFORMED, True)
         await stream.over()
