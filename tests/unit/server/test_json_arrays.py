@@ -78,14 +78,22 @@ def test_other_lists_and_values_are_as_they_were(given):
     assert found == given and not isinstance(found, np.ndarray)
 
 
-def test_objects_and_lists_may_be_as_deep_as_the_limit_and_no_deeper():
-    def nested(depth, begin, end):
+@pytest.mark.parametrize(("begin", "end", "most"), [(b'{"x": ', b"}", MOST_DEPTH), (b"[", b"]", MOST_DEPTH + 1)])
+def test_objects_and_lists_may_be_as_deep_as_the_limit_and_no_deeper(begin, end, most):
+    """The message itself is an object."""
+
+    def nested(depth):
         return b'{"x": ' + begin * (depth - 1) + b"1" + end * (depth - 1) + b"}"
 
-    loads(nested(MOST_DEPTH, b'{"x": ', b"}"))
-    for begin, end in ((b'{"x": ', b"}"), (b"[", b"]")):
-        with pytest.raises(Malformed, match=f"nested deeper than {MOST_DEPTH}"):
-            loads(nested(MOST_DEPTH + 3, begin, end))
+    loads(nested(most))
+    with pytest.raises(Malformed, match=f"nested deeper than {MOST_DEPTH}"):
+        loads(nested(most + 1))
+
+
+def test_a_message_may_have_as_many_values_as_the_limit():
+    assert len(loads(json.dumps({"state": [0] * (MOST_ITEMS + 1)}).encode())["state"]) == MOST_ITEMS + 1
+    with pytest.raises(Malformed, match="send numbers in arrays"):
+        loads(json.dumps({"state": MANY}).encode())
 
 
 @pytest.mark.parametrize(
