@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 import zmq
 from tests.lerobot_classes import NEW, lerobot_classes
+from tests.loops import turns
 
 from jurybox import native
-from jurybox.protocol.errors import Error, SpecMismatch
+from jurybox.client.ticket import Reply
+from jurybox.protocol.errors import Busy, Error, SpecMismatch
+from jurybox.protocol.parameters import Parameter
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.frontend.frontend import Frontend
 from jurybox.server.gateway.npy import npy_file, npy_head
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack_arrays
-from jurybox.server.gateway.robots.gr00t_observations import gr00t_observation
+from jurybox.server.gateway.robots.counters import PortCounters
+from jurybox.server.gateway.robots.gr00t_observations import Gr00tObservation, gr00t_observation
 from jurybox.server.gateway.robots.lerobot_features import RobotFeatures, bilinear
 from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot
 from jurybox.server.gateway.robots.observations import rows_of
@@ -31,6 +35,7 @@ from jurybox.server.security.limits import ROBOTS, Charge, budget_of
 from jurybox.server.security.pace import Turns
 from jurybox.server.settings.config import Configuration
 from jurybox.server.settings.endpoints import listen
+from jurybox.server.settings.robot_protocols import modalities, problem
 from jurybox.server.supervisor.robot_fit import require_steerable
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
@@ -420,3 +425,402 @@ def test_a_text_may_be_alone_or_the_only_item_of_a_list(given, expected):
     else:
         with pytest.raises(SpecMismatch, match=expected):
             rows_of({"text": given}, spec)
+
+
+def setup_pickle(features=None, most=3, **more):
+    features = {"a": {"names": ["m"]}} if features is None else features
+    with lerobot_classes(NEW) as classes:
+        return pickle.dumps(classes.RemotePolicyConfig("act", "x" * 300, features, most, **more))
+
+
+def test_what_a_robot_of_lerobot_says_of_itself_is_read():
+    found = lerobot_messages.setup_of(b"\x10\x05" + field(1, setup_pickle(rename_map={"a": "b"})))
+    assert (found.policy, found.most) == ("act " + "x" * 196, 3)
+    assert (found.features, found.renamed) == ({"a": {"names": ["m"]}}, {"a": "b"})
+
+
+EXPECTED = "expected lerobot_features, actions_per_chunk of 1 and more, and rename_map"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"features": [1]}, EXPECTED),
+        ({"most": 0}, EXPECTED),
+        ({"most": True}, EXPECTED),
+        ({"most": 1.0}, EXPECTED),
+        ({"rename_map": [1]}, EXPECTED),
+        ({"features": {1: {}}}, "expected names of features as text"),
+        ({"rename_map": {1: "a"}}, "expected names of features as text"),
+        ({"rename_map": {"a": 1}}, "expected names of features as text"),
+    ],
+)
+def test_a_robot_of_lerobot_that_says_something_else_is_refused(given, why):
+    lerobot_messages.setup_of(field(1, setup_pickle(most=1)))
+    with pytest.raises(msgpack_arrays.Malformed, match=f"RemotePolicyConfig: {why}"):
+        lerobot_messages.setup_of(field(1, setup_pickle(**given)))
+
+
+@pytest.mark.parametrize(
+    ("timestamp", "timestep", "values", "must_go", "valid"),
+    [
+        (1, 0, {}, False, True),
+        (1.5, 0, {}, 1, True),
+        ("1", 0, {}, False, False),
+        (1.5, True, {}, False, False),
+        (1.5, 0.0, {}, False, False),
+        (1.5, 0, [], False, False),
+    ],
+)
+def test_an_observation_of_lerobot_has_a_time_a_step_and_values(timestamp, timestep, values, must_go, valid):
+    with lerobot_classes(NEW) as classes:
+        data = pickle.dumps(classes.TimedObservation(timestamp, timestep, values, must_go))
+    if valid:
+        found = lerobot_messages.observed(data)
+        assert (found.timestamp, found.timestep, found.must_go) == (float(timestamp), 0, False)
+        assert type(found.timestamp) is float
+    else:
+        with pytest.raises(msgpack_arrays.Malformed, match="TimedObservation: expected timestamp, timestep and an obs"):
+            lerobot_messages.observed(data)
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"", "the pickle ends after 0 bytes"),
+        (b"\x08\x01", "expected a pickled RemotePolicyConfig, came NoneType"),
+        (field(1, pickle.dumps([1])), "expected a pickled RemotePolicyConfig, came list"),
+        (field(1, observation_pickle()), "expected a pickled RemotePolicyConfig, came Instance"),
+        (b"\x0a\x05abc", "a message is truncated"),
+        (b"\x0a", "a message is truncated"),
+        (b"\x0a\x80", "a message is truncated"),
+        (b"\x09" + bytes(8), "a field of wire type 1: expected numbers and bytes"),
+        (b"\x08" + b"\xff" * 10 + b"\x01", "a number of more than 64 bits"),
+    ],
+)
+def test_a_message_that_is_no_setup_is_refused_with_its_fault(message, why):
+    with pytest.raises(msgpack_arrays.Malformed, match=why):
+        lerobot_messages.setup_of(message)
+
+
+async def joined(*messages, most=1000):
+    async def stream():
+        for message in messages:
+            yield message
+
+    budget = budget_of(1 << 20)
+    charge = Charge(budget, native.Account(budget, ROBOTS))
+    return await lerobot_messages.joined(stream(), charge, most), charge.size
+
+
+def part(state, data):
+    return bytes((8, state)) + field(2, data)
+
+
+async def test_the_parts_of_an_observation_are_joined_up_to_its_end():
+    assert await joined(part(3, b"abc")) == (b"abc", 3)
+    assert await joined(part(1, b"abc"), part(2, b"d"), part(3, b"ef"), part(2, b"x")) == (b"abcdef", 6)
+    assert await joined(part(1, b"abc"), part(1, b"d"), part(3, b"ef")) == (b"def", 3), "one that begins anew"
+    assert await joined(part(1, bytes(600)), part(1, bytes(600)), part(3, bytes(400))) == (bytes(1000), 1000)
+    big = (1 << 63) | 3
+    number = b"\x08" + bytes(big >> 7 * i & 127 | 128 for i in range(9)) + b"\x01"
+    with pytest.raises(msgpack_arrays.Malformed, match=f"transfer state {big}"):
+        await joined(number)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([part(1, b"a"), part(2, b"b")], "ended before its last part"),
+        ([], "ended before its last part"),
+        ([part(0, b"a")], "transfer state 0: expected begin, middle or end"),
+        ([part(4, b"a")], "transfer state 4: expected begin, middle or end"),
+        ([field(2, b"a")], "transfer state 0: expected begin, middle or end"),
+        ([b"\x08\x03\x10\x01"], "transfer state 3: expected begin, middle or end"),
+        ([part(1, bytes(600)), part(3, bytes(401))], "an observation may have at most 1000 bytes"),
+    ],
+)
+async def test_a_stream_that_is_no_observation_is_refused(messages, why):
+    with pytest.raises(Error, match=why):
+        await joined(*messages)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 200])
+def test_actions_are_written_as_lerobot_reads_them(steps):
+    found = lerobot_messages.Observed(NEW, 10.0, 7, {}, must_go=False)
+    message = lerobot_messages.actions_message(found, np.arange(2.0 * steps, dtype=np.float32).reshape(steps, 2), 4.0)
+    assert message[:1] == b"\x0a"
+    head = next(i for i in range(1, 12) if message[i] < 128) + 1
+    assert sum((byte & 127) << 7 * i for i, byte in enumerate(message[1:head])) == len(message) - head
+    pytest.importorskip("torch")
+    with lerobot_classes(NEW) as classes:
+        actions = pickle.loads(message[head:])
+        assert [type(one) for one in actions] == [classes.TimedAction] * steps
+    assert [(one.timestamp, one.timestep) for one in actions] == [(10.0 + i / 4, 7 + i) for i in range(steps)]
+    assert [one.action.tolist() for one in actions] == [[2 * i, 2 * i + 1] for i in range(steps)]
+
+
+STATE, TOP = "observation.state", "observation.images.top"
+
+
+def features(inputs, named, **more):
+    setup = lerobot_messages.Setup("act", named, 5, more.pop("renamed", {}))
+    return RobotFeatures(setup, ModelSpec("policy", inputs, {"actions": NUMBERS}, **more))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named", "why"),
+    [
+        ({"words": TEXT}, {}, "input 'words' of model 'policy' is text: a robot's only text is 'task'"),
+        ({STATE: NUMBERS}, {}, f"model 'policy' needs '{STATE}': this robot has nothing"),
+        ({STATE: NUMBERS}, {"b": {}, "a": {}}, f"model 'policy' needs '{STATE}': this robot has a, b"),
+        ({STATE: NUMBERS}, {STATE: {"names": ["a"]}}, r"of this robot has 1 motors: the model expects float32\[2\]"),
+        ({STATE: NUMBERS}, {STATE: {}}, f"'{STATE}' of this robot: expected the names of its motors"),
+        ({STATE: NUMBERS}, {STATE: ["a", "b"]}, "expected the names of its motors"),
+        ({STATE: NUMBERS}, {STATE: {"names": ("a", "b")}}, "expected the names of its motors"),
+        ({STATE: NUMBERS}, {STATE: {"names": ["a", 1]}}, "expected the names of its motors"),
+    ],
+)
+def test_a_robot_that_lacks_what_a_model_needs_is_refused(inputs, named, why):
+    with pytest.raises(SpecMismatch, match=why):
+        features(inputs, named)
+
+
+def test_a_robots_observation_becomes_the_inputs_of_the_model():
+    named = {STATE: {"names": ["a", "b"]}, "observation.images.left": {}, "more": {}}
+    inputs = {STATE: NUMBERS, TOP: TensorSpec("uint8", (8, 6, 3)), "task": TEXT}
+    robot = features(inputs, named, renamed={"observation.images.left": TOP})
+    found = robot.inputs({"a": 1.0, "b": 2, "left": PICTURE, "top": 0, "task": "lift"})
+    assert found[STATE].tolist() == [1, 2] and found["task"] == "lift"
+    assert found[TOP] is PICTURE, "of its size it is not computed anew"
+    assert robot.inputs({"a": 1.0, "b": 2, "left": PICTURE})["task"] == ""
+
+
+def test_a_state_may_have_another_name_in_the_model():
+    robot = features({"joints": NUMBERS}, {STATE: {"names": ["a", "b"]}}, renamed={STATE: "joints"})
+    assert robot.inputs({"a": 1.0, "b": 2.0})["joints"].tolist() == [1, 2]
+
+
+def test_a_task_that_is_a_parameter_has_its_default_for_robots_without_one():
+    robot = features({STATE: NUMBERS, "task": TEXT}, {STATE: {"names": ["a", "b"]}}, parameters=FREE_TASK)
+    assert "task" not in robot.inputs({"a": 1.0, "b": 2.0})
+    assert robot.inputs({"a": 1.0, "b": 2.0, "task": "lift"})["task"] == "lift"
+    assert "task" not in features({STATE: NUMBERS}, {STATE: {"names": ["a", "b"]}}).inputs(
+        {"a": 1.0, "b": 2.0, "task": "lift"}
+    )
+
+
+FREE_TASK = {"task": Parameter("task", "any")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "picture", "expected"),
+    [
+        ((4, 3, 3), PICTURE, (4, 3, 3)),
+        ((4, 3, 3), np.moveaxis(PICTURE, 2, 0), (4, 3, 3)),
+        ((8, 6, 3), np.moveaxis(PICTURE, 2, 0), (8, 6, 3)),
+        ((2, 3, 3), np.zeros((3, 5, 3), np.uint8), (2, 3, 3)),
+        ((-1, -1, 3), PICTURE, (8, 6, 3)),
+        ((-1, 3, 3), PICTURE, (8, 6, 3)),
+        ((1, 4, 3, 3), PICTURE, (8, 6, 3)),
+        ((1, 1, 3), PICTURE, (1, 1, 3)),
+    ],
+)
+def test_a_picture_gets_the_size_that_the_model_has(shape, picture, expected):
+    robot = features({TOP: TensorSpec("uint8", shape, capacity=999 if -1 in shape else None)}, {TOP: {}})
+    assert robot.inputs({"top": picture})[TOP].shape == expected
+
+
+def test_channels_that_come_first_are_moved_behind():
+    robot = features({TOP: TensorSpec("uint8", (8, 6, 3))}, {TOP: {}})
+    np.testing.assert_array_equal(robot.inputs({"top": np.moveaxis(PICTURE, 2, 0)})[TOP], PICTURE)
+
+
+@pytest.mark.parametrize(
+    ("picture", "why"),
+    [
+        (None, r"camera 'top' of the observation: expected a picture \(height, width, 3\)"),
+        ([[[1]]], "camera 'top' of the observation: expected a picture"),
+        (np.zeros((8, 6)), "camera 'top' of the observation: expected a picture"),
+        (np.zeros((0, 6, 3), np.uint8), r"a picture of \[0, 6, 3\]: expected at most 16384 pixels on a side"),
+        (np.zeros((16385, 1, 3), np.uint8), r"a picture of \[16385, 1, 3\]: expected at most 16384 pixels"),
+    ],
+)
+def test_what_is_no_picture_is_refused(picture, why):
+    robot = features({TOP: TensorSpec("uint8", (1, 1, 3))}, {TOP: {}})
+    with pytest.raises(SpecMismatch, match=why):
+        robot.inputs({"top": picture})
+    assert robot.inputs({"top": np.zeros((16384, 1, 3), np.uint8)})[TOP].shape == (1, 1, 3)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("uint8", [2, 4]), ("float32", [1.75, 4.25])])
+def test_a_resized_picture_lies_between_its_pixels_and_is_rounded_if_it_is_of_integers(dtype, expected):
+    picture = np.array([1, 2, 4, 5], dtype).reshape(1, 4, 1)
+    found = bilinear(picture, 1, 2)
+    assert found.dtype == dtype
+    expected = np.array([1.5, 4.5]) if dtype == "float32" else np.array([2, 4])
+    np.testing.assert_allclose(found.ravel(), expected)
+
+
+@pytest.mark.parametrize(
+    ("speaks", "inputs", "outputs"),
+    [
+        ("openpi", {"x": NUMBERS}, {"a": NUMBERS, "b": NUMBERS}),
+        ("act", {"x": NUMBERS}, {"a": NUMBERS}),
+        ("gr00t", {"video/top": TensorSpec("uint8", (2, 8, 6, 3)), "language/task": TEXT}, {"arm": NUMBERS}),
+        ("lerobot", {STATE: NUMBERS, "task": TEXT}, {"value": NUMBERS, "actions": TensorSpec("float32", (5, 2))}),
+        ("lerobot", {STATE: NUMBERS}, {"any": NUMBERS}),
+    ],
+)
+def test_a_model_that_answers_a_protocol_is_loaded(speaks, inputs, outputs):
+    assert problem(speaks, ModelSpec("policy", inputs, outputs)) == ""
+
+
+def test_a_model_of_lerobot_may_have_parameters_of_any_name():
+    spec = ModelSpec("m", {STATE: NUMBERS, "w": TEXT}, {"a": NUMBERS}, parameters={"w": Parameter("w", "x")})
+    assert problem("lerobot", spec) == ""
+
+
+@pytest.mark.parametrize("shape", [(), (1, 2, 3)])
+def test_actions_of_lerobot_are_steps_of_motors(shape):
+    spec = ModelSpec("m", {STATE: NUMBERS}, {"actions": TensorSpec("float32", shape)})
+    assert "m' has actions: expected one output, or actions, of (steps, motors)" in problem("lerobot", spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "times"),
+    [
+        ("video/top", (4, 8, 6, 3), 4),
+        ("video/top", (8, 6, 3), 1),
+        ("state/arm", (4, 2), 4),
+        ("state/arm", (2,), 1),
+        ("state/arm", (-1, 2), 1),
+    ],
+)
+def test_the_times_of_a_modality_end_with_the_present_and_those_of_actions_begin_with_it(name, shape, times):
+    outputs = {"action.arm": TensorSpec("float32", (3, 2)), "hand": TensorSpec("float32", (3, 1))}
+    found = modalities(
+        ModelSpec("m", {name: TensorSpec("uint8", shape, capacity=99 if -1 in shape else None)}, outputs)
+    )
+    kind, _, key = name.partition("/")
+    assert found == {
+        kind: {"delta_indices": [[-3, -2, -1, 0], [0]][times == 1], "modality_keys": [key]},
+        "action": {"delta_indices": [0, 1, 2], "modality_keys": ["arm", "hand"]},
+    }
+
+
+def test_an_output_of_one_step_has_one_time():
+    found = modalities(ModelSpec("m", {"state/a": NUMBERS, "language/task": TEXT}, {"arm": NUMBERS}))
+    assert found["action"]["delta_indices"] == found["language"]["delta_indices"] == [0]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(("batched", "rows", "lead"), [(True, 1, True), (False, 1, False), (False, 2, True)])
+def test_actions_of_gr00t_have_the_names_and_axes_of_its_observation(flat, batched, rows, lead):
+    outputs = {"arm": np.zeros((rows, 4, 2)), "action.hand": np.zeros((rows, 4, 1))}
+    found = Gr00tObservation({}, flat, batched).answer(outputs)
+    assert list(found) == (["action.arm", "action.hand"] if flat else ["arm", "hand"])
+    assert found["action.arm" if flat else "arm"].shape == ((rows, 4, 2) if lead else (4, 2))
+
+
+PARAMETERS = {"speed": Parameter("pace", 1.5), "mode": Parameter("mode", "slow")}
+TUNED = {"x": NUMBERS, "pace": TensorSpec("float32", ()), "mode": TEXT}
+
+
+@pytest.mark.parametrize(
+    ("given", "pace", "mode"),
+    [
+        ({}, 1.5, b"slow"),
+        ({"speed": 2.0}, 2.0, b"slow"),
+        ({"pace": 3.0}, 3.0, b"slow"),
+        ({"mode": "fast"}, 1.5, b"fast"),
+    ],
+)
+def test_a_parameter_comes_by_its_name_or_as_its_input_or_has_its_default(given, pace, mode):
+    spec = ModelSpec("m", TUNED, {"a": NUMBERS}, parameters=PARAMETERS)
+    found = rows_of({"x": np.zeros((2, 2))} | given, spec).values
+    assert [float(one) for one in found["pace"]] == [pace] * 2 and found["mode"] == [mode] * 2
+
+
+def test_a_parameter_does_not_come_twice():
+    spec = ModelSpec("m", TUNED, {"a": NUMBERS}, parameters=PARAMETERS)
+    with pytest.raises(SpecMismatch, match="parameter 'speed' is the input 'pace', which came, too"):
+        rows_of({"x": np.zeros(2), "speed": 1.0, "pace": 1.0}, spec)
+
+
+def test_as_many_rows_as_the_limit_may_come_at_once():
+    assert rows_of(observation(1024), SPEC).n == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(["a", ["b", "c"]], "expected text, came list"), ([["a"], ["b"], ["c"]], "expected 2 texts, came a list of 3")],
+)
+def test_each_row_has_one_text(text, why):
+    with pytest.raises(SpecMismatch, match=why):
+        rows_of(observation(2, text=text), SPEC)
+    found = rows_of(observation(2, text=np.array(["a", "b"])), SPEC)
+    assert found.values["text"] == [b"a", b"b"]
+    assert rows_of(observation(2, text=[["a", "b"]]), SPEC).values["text"] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("given", [[], np.zeros(0, np.int64)])
+def test_arrays_without_entries_are_converted(dtype, given):
+    spec = TensorSpec(dtype, (-1,), capacity=9)
+    if dtype == "int8" and isinstance(given, list):  # of no numbers it is not known which kind they are
+        with pytest.raises(SpecMismatch):
+            rows(spec, given)
+    else:
+        (found,) = rows(spec, given)
+        assert (found.dtype, found.shape) == (np.dtype(dtype), (0,))
+
+
+def test_a_single_value_stays_one_and_what_is_turned_is_copied_in_order():
+    (found,) = rows(TensorSpec("float32", ()), 2)
+    assert found.shape == () and found == 2
+    (found,) = rows(FRAME, np.moveaxis(PIXELS, -1, 0))
+    assert found.flags.c_contiguous
+    for single in (True, 1.5):
+        with pytest.raises(SpecMismatch):
+            rows(TensorSpec("int8", ()), single)
+
+
+async def test_a_robot_waits_for_a_place_only_so_long_and_is_counted():
+    counters = PortCounters()
+    policy = RobotPolicy(Frontend("ipc:///nowhere", None), "policy", 1, 1.0, counters)
+    async with policy.episode(0.0):
+        with pytest.raises(Busy, match=r"1 robots are connected, which is the maximum \(robots.NAME.clients\)"):
+            async with policy.episode(0.0):
+                pass
+        waiting = asyncio.create_task(policy.episode(20.0).__aenter__())
+        await turns()
+        assert not waiting.done()
+    await waiting
+    assert counters.refused == {"full": 1}
+    assert policy.takes("any"), "before the model is known it may take anything"
+
+
+async def test_answers_have_the_axes_of_their_observation():
+    policy = RobotPolicy(Frontend("ipc:///nowhere", None), "policy", 1, 1.0)
+    spec = ModelSpec("policy", {"x": NUMBERS, "v": TensorSpec("float32", (-1,), capacity=9)}, {"a": NUMBERS, "t": TEXT})
+    seen = []
+
+    class Rows:
+        known = spec
+
+        async def compute(self, request, place, *, begins):
+            read = request.read(spec, False)
+            seen.append((read, place, begins))
+            return Reply({"a": [np.full(2, i) for i in range(read.n)], "t": [b"x"] * read.n}, 1)
+
+    policy._rows = Rows()
+    assert policy.takes("x") and not policy.takes("y")
+    one = await policy.ask({"x": np.zeros(2), "v": np.zeros(3)}, 0, begins=True)
+    assert (one["a"].tolist(), one["t"]) == ([0, 0], b"x")
+    two = await policy.ask({"x": np.zeros((2, 2)), "v": np.zeros((2, 3))}, 0, begins=False)
+    assert two["a"].tolist() == [[0, 0], [1, 1]] and two["t"] == [b"x", b"x"]
+    assert [(read.inputs["x"].shape, type(read.inputs["v"])) for read, *_ in seen] == [((1, 2), list), ((2, 2), list)]
+    assert [begins for *_, begins in seen] == [True, False]
+    with pytest.raises(SpecMismatch, match="robots expect one output, or one named actions"):
+        await policy.ask({"x": np.zeros(2), "v": np.zeros(3)}, 0, begins=True, needs_actions=True)
