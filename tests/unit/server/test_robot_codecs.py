@@ -824,3 +824,18 @@ async def test_answers_have_the_axes_of_their_observation():
     assert [begins for *_, begins in seen] == [True, False]
     with pytest.raises(SpecMismatch, match="robots expect one output, or one named actions"):
         await policy.ask({"x": np.zeros(2), "v": np.zeros(3)}, 0, begins=True, needs_actions=True)
+
+
+async def test_the_steps_that_were_answered_last_are_remembered():
+    spec = ModelSpec("policy", {STATE: NUMBERS}, {"actions": NUMBERS})
+    budget = budget_of(1000)
+    robot = LeRobotRobot(native.Account(budget, ROBOTS))
+    robot.features = RobotFeatures(lerobot_messages.Setup("act", {STATE: {"names": ["a", "b"]}}, 5, {}), spec)
+
+    def seen(step):
+        return lerobot_messages.Observed(NEW, 0.0, step, {"a": 10.0 * step, "b": 0.0}, must_go=False)
+
+    for step in range(4097):
+        robot.answering(seen(step))
+    assert not robot.keep(seen(1), Charge(budget, robot.account))
+    assert robot.keep(seen(0), Charge(budget, robot.account)), "of 4097 the oldest is forgotten"

@@ -330,3 +330,40 @@ async def test_a_message_that_waits_for_its_turn_is_not_ended(port):
     robot.data_received(frame(b"x" * 100)[:50])
     robot.end_silent(port.now + SILENCE + 1)
     assert not wire.written
+
+
+async def test_a_hello_without_room_ends_its_connection_at_once(monkeypatch):
+    port = Port(monkeypatch, each=2000)
+    robot, wire = port.comes(hello=False)
+    robot.data_received(b"GET / HTTP/1.1\r\nX: " + b"a" * 3000)
+    assert wire.ended and not wire.written
+    robot.connection_lost(None)
+    assert port.held == 0
+
+
+async def test_what_comes_without_room_while_a_connection_closes_leaves_it_its_time(monkeypatch):
+    port = Port(monkeypatch, each=2000)
+    robot, wire = await port.joined()
+    closing = asyncio.create_task(robot.close(1012, "later"))
+    await turns()
+    assert told(wire) == (1012, "later")
+    before = wire.written
+    robot.data_received(frame(b"x" * 3000)[:2500])
+    assert not wire.ended and wire.written == before
+    robot.connection_lost(None)
+    await closing
+    assert port.held == 0
+
+
+async def test_what_waits_to_be_parsed_is_freed_when_its_connection_is_told_to_end(monkeypatch):
+    port = Port(monkeypatch, each=2000)
+    robot, wire = await port.joined()
+    robot.pause_writing()
+    robot.data_received(b"x" * 1500)
+    assert port.held == 1500
+    robot.data_received(b"x" * 1500)
+    assert told(wire)[0] == 1013
+    robot.data_received(b"x")
+    assert port.held == 1
+    robot.connection_lost(None)
+    assert port.held == 0
