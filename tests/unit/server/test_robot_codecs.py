@@ -807,14 +807,17 @@ async def test_answers_have_the_axes_of_their_observation():
     seen = []
 
     class Rows:
-        known = spec
+        known, closed = spec, False
+
+        def close(self):
+            self.closed = True
 
         async def compute(self, request, place, *, begins):
             read = request.read(spec, False)
             seen.append((read, place, begins))
             return Reply({"a": [np.full(2, i) for i in range(read.n)], "t": [b"x"] * read.n}, 1)
 
-    policy._rows = Rows()
+    policy._rows = lane = Rows()
     assert policy.takes("x") and not policy.takes("y")
     one = await policy.ask({"x": np.zeros(2), "v": np.zeros(3)}, 0, begins=True)
     assert (one["a"].tolist(), one["t"]) == ([0, 0], b"x")
@@ -824,6 +827,8 @@ async def test_answers_have_the_axes_of_their_observation():
     assert [begins for *_, begins in seen] == [True, False]
     with pytest.raises(SpecMismatch, match="robots expect one output, or one named actions"):
         await policy.ask({"x": np.zeros(2), "v": np.zeros(3)}, 0, begins=True, needs_actions=True)
+    await policy.close()
+    assert lane.closed
 
 
 async def test_the_steps_that_were_answered_last_are_remembered():
