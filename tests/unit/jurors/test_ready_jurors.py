@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,351 @@ def test_a_picture_that_would_fill_the_memory_fails_alone() -> None:
     long, usual = torch.zeros(1, 100_000, 3, dtype=torch.uint8), torch.zeros(40, 50, 3, dtype=torch.uint8)
     seen, wrong = Preprocessing(32)([usual, long])
     assert seen.shape == (2, 3, 32, 32) and list(wrong) == [1] and "100000 x 1" in wrong[1]
+
+
+def seen_of(picture: np.ndarray, **prepare: Any) -> np.ndarray:
+    """One picture's pixels for a model, from 0 to 1."""
+    seen, wrong = Preprocessing(mean=(0.0,) * 3, std=(1.0,) * 3, **prepare)(tensors([picture]))
+    assert not wrong
+    return seen[0].permute(1, 2, 0).numpy()
+
+
+def steps(height: int, width: int) -> np.ndarray:
+    """A picture in which every pixel says where it is."""
+    down, across = np.mgrid[:height, :width].astype(np.uint8)
+    return np.stack([down, across, np.zeros_like(down)], axis=-1)
+
+
+@pytest.mark.parametrize(("half", "offset"), [("down", 1), ("even", 2)])
+@pytest.mark.parametrize("filter", ["pillow", "tensor"])
+def test_the_middle_between_two_pixels_is_rounded_as_each_library_does(filter: str, half: str, offset: int) -> None:
+    for shape, begin in (((4, 7), (0, offset)), ((7, 4), (offset, 0))):
+        seen = seen_of(steps(*shape), size=4, filter=filter, half=half)
+        np.testing.assert_array_equal(np.rint(255 * seen[0, 0, :2]), begin)
+        assert seen.shape == (4, 4, 3)
+
+
+@pytest.mark.parametrize("size", [8, 5])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_pictures_are_resized_as_torch_does_it_where_the_model_was_trained_so(size: int, antialias: bool) -> None:
+    picture = np.random.default_rng(5).integers(0, 256, (8, 8, 3), np.uint8)
+    whole = tensors([picture])[0].permute(2, 0, 1)[None].float() / 255
+    resized = nn.functional.interpolate(whole, (size, size), mode="bicubic", antialias=antialias)
+    seen = seen_of(picture, size=size, filter="tensor" if antialias else "tensor-aliased")
+    np.testing.assert_array_equal(seen, resized[0].permute(1, 2, 0).numpy())
+
+
+def test_a_picture_is_squashed_to_the_size_whatever_its_sides() -> None:
+    seen = seen_of(np.full((3, 9, 3), 51, np.uint8), size=4, fit="squash")
+    np.testing.assert_allclose(seen, np.full((4, 4, 3), 0.2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("sides", [(1, 32), (32, 1)])
+def test_a_picture_may_be_32_times_as_long_as_wide_and_no_longer(sides: tuple[int, int]) -> None:
+    fits = torch.zeros(*sides, 3, dtype=torch.uint8)
+    long = torch.zeros(*(side + (side > 1) for side in sides), 3, dtype=torch.uint8)
+    seen, wrong = Preprocessing(4, mean=(0.5,) * 3, std=(0.25,) * 3)([fits, long])
+    assert list(wrong) == [1] and f"{long.shape[1]} x {long.shape[0]} pixels" in wrong[1]
+    assert (seen == -2).all() and seen.shape == (2, 3, 4, 4)
+
+
+# ----
+# With stand-ins for the packages, which need not be installed: what is read, sent and made of it.
+
+
+class Eye(nn.Module):
+    """It sees of a picture the first two numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(1))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        self.seen.append(pixel_values)
+        return SimpleNamespace(pooler_output=pixel_values[:, :2, 0, 0])
+
+
+class TinyClip(nn.Module):
+    """Its embedding of a picture is what its eye sees, and that of a prompt its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self.config = SimpleNamespace(text_config=SimpleNamespace(max_position_embeddings=24), projection_dim=2)
+        self.vision_model = Eye()
+        self.visual_projection = nn.Identity()
+
+    @property
+    def seen(self) -> list[torch.Tensor]:
+        return self.vision_model.seen
+
+    def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor) -> SimpleNamespace:
+        image = self.vision_model(pixel_values).pooler_output
+        return SimpleNamespace(image_embeds=image, text_embeds=input_ids.float())
+
+
+@pytest.fixture
+def clip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> TinyClip:
+    """The CLIP that a stand-in for transformers reads from `tmp_path`."""
+    made = TinyClip()
+
+    def read(folder: Path, *, local_files_only: bool, use_safetensors: bool) -> TinyClip:
+        assert (folder, local_files_only, use_safetensors) == (tmp_path, True, True)
+        return made
+
+    def tokens(prompts: list[str], **options: Any) -> dict[str, torch.Tensor]:
+        assert options == {"padding": True, "truncation": True, "max_length": 24, "return_tensors": "pt"}
+        return {"input_ids": torch.tensor([[len(prompt), 1] for prompt in prompts])}
+
+    def tokenizer(folder: Path, *, local_files_only: bool) -> Any:
+        assert (folder, local_files_only) == (tmp_path, True)
+        return tokens
+
+    transformers: Any = ModuleType("transformers")
+    transformers.CLIPModel = SimpleNamespace(from_pretrained=read)
+    transformers.AutoTokenizer = SimpleNamespace(from_pretrained=tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
+    tell(tmp_path)
+    return made
+
+
+def tell(folder: Path, **changes: Any) -> None:
+    """Write a preprocessor_config.json for pictures of 4 x 4 whose values stay as they are."""
+    config = {"size": 4, "crop_size": 4, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, **changes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(config))
+
+
+def painted(*colours: tuple[int, int, int]) -> list[torch.Tensor]:
+    return [torch.tensor(colour, dtype=torch.uint8).expand(4, 4, 3).contiguous() for colour in colours]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "factor"),
+    [
+        ("clip_score", {}, 1.0),
+        ("clip_score", {"scale": 100.0}, 100.0),
+        ("clip_score", {"scale": 0.0}, math.exp(2)),
+        ("pick_score", {}, math.exp(2)),
+        ("pick_score", {"divide_by": 26.0}, math.exp(2) / 26),
+    ],
+)
+def test_a_score_of_clip_is_the_scaled_cosine(
+    clip: TinyClip, tmp_path: Path, name: str, options: dict[str, float], factor: float
+) -> None:
+    served = getattr(jurors, name)(str(tmp_path), pixels=100, **options)
+    found = scored(served, painted((30, 40, 0), (40, 0, 9)), [b"abc", b"\xff"])["score"]
+    cosines = [(0.6 * 3 + 0.8) / math.sqrt(10), 1 / math.sqrt(2)]
+    assert found.tolist() == pytest.approx([factor * cosine for cosine in cosines], rel=1e-5)
+    assert found.dtype == torch.float32 and clip.seen[0].shape == (2, 3, 4, 4)
+    assert (served.inputs["image"].capacity, served.inputs["prompt"].capacity) == (300, 8192)
+
+
+def test_a_score_may_not_be_divided_by_zero(clip: TinyClip, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="divide_by is 0"):
+        jurors.pick_score(str(tmp_path), divide_by=0)
+
+
+@pytest.mark.parametrize(
+    ("told", "side"),
+    [
+        ({"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}, "resample": 3}, 8),
+        ({"size": 6, "crop_size": {"height": 6, "width": 6}, "do_center_crop": True}, 6),
+        ({"size": 224, "crop_size": 224}, 224),
+        (None, 224),
+    ],
+)
+def test_pictures_have_the_size_that_the_folder_tells_or_else_clips(
+    clip: TinyClip, tmp_path: Path, told: Any, side: int
+) -> None:
+    if told is None:
+        (tmp_path / "preprocessor_config.json").unlink()
+    else:
+        tell(tmp_path, **told)
+    scored(jurors.clip_score(str(tmp_path)), painted((51, 102, 153)), [b"a"])
+    mean, std = (0.48145466, 0.26862954) if told is None else (0.0, 1.0)
+    assert clip.seen[0].shape == (1, 3, side, side)
+    assert clip.seen[0][0, 0, 0, 0].item() == pytest.approx((0.2 - mean) / std, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"size": {"shortest_edge": 8}},
+        {"size": 8},
+        {"crop_size": {"height": 8, "width": 8}},
+        {"resample": 2},
+        {"do_center_crop": False},
+        {"size": {"height": 8, "width": 8}, "crop_size": {}},
+        {"size": {}, "crop_size": 4},
+        {"size": 0, "crop_size": 0},
+    ],
+)
+def test_a_folder_that_tells_of_other_preprocessing_is_refused(clip: TinyClip, tmp_path: Path, told: Any) -> None:
+    tell(tmp_path, **told)
+    with pytest.raises(ValueError, match="shortest_edge equal to crop_size"):
+        jurors.clip_score(str(tmp_path))
+
+
+def test_the_head_of_aesthetic_v1_is_read_whichever_kind_it_is(clip: TinyClip, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    file = tmp_path / "head" / "head.safetensors"
+    weight, bias = torch.tensor([[5.0, 10.0]]), torch.tensor([1.0])
+    last = {"layers.2.weight": torch.tensor([[1.0, 1.0]]), "layers.2.bias": torch.tensor([0.5])}
+    deep = {"layers.0.weight": torch.tensor([[5.0, 0.0], [0.0, 10.0]]), "layers.0.bias": torch.tensor([0.25] * 2)}
+    for stored in ({"weight": weight, "bias": bias}, {**deep, **last}):
+        save_file(stored, file)
+        served = jurors.aesthetic_v1(str(tmp_path), pixels=100)
+        assert served.inputs["image"].capacity == 300
+        found = scored(served, painted((30, 40, 0), (40, 0, 0)))["score"]
+        assert found.tolist() == pytest.approx([5 * 0.6 + 10 * 0.8 + 1, 5 + 1], rel=1e-5)
+    for wrong in ({"bias": bias}, {"layers.0.weight": torch.zeros(2)}):
+        save_file(wrong, file)
+        with pytest.raises(ValueError, match="expected weight and bias, or layers"):
+            jurors.aesthetic_v1(str(tmp_path))
+
+
+class OpenedClip(nn.Module):
+    """open_clip's CLIP: it embeds a picture as two of its pixels, and a prompt as its first two tokens."""
+
+    made: dict[str, Any]
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        OpenedClip.made = config
+        self.one, self.two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def encode_image(self, seen: torch.Tensor, *, normalize: bool) -> torch.Tensor:
+        assert normalize and (self.one.item(), self.two.item()) == (1, 2)
+        self.seen = seen
+        return seen[:, :2, 0, 0]
+
+    def encode_text(self, tokens: torch.Tensor, *, normalize: bool) -> torch.Tensor:
+        assert normalize
+        return tokens.float()
+
+
+@pytest.mark.parametrize(("described", "context"), [(True, 20), (True, None), (False, 77)])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_hpsv2_is_the_model_that_its_folder_describes_or_else_vit_h_14(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, described: bool, context: int | None, antialias: bool
+) -> None:
+    config = {"vision_cfg": {"image_size": 4}, "text_cfg": {"context_length": context} if context else {}}
+    open_clip: Any = ModuleType("open_clip")
+    open_clip.model = SimpleNamespace(CLIP=OpenedClip)
+    open_clip.get_model_config = lambda name: {"ViT-H-14": config}[name]
+    lengths: list[int] = []
+
+    def tokenizer(context_length: int) -> Any:
+        lengths.append(context_length)
+        return lambda prompts: torch.tensor([[len(prompt), 1] for prompt in prompts])
+
+    open_clip.SimpleTokenizer = tokenizer
+    monkeypatch.setitem(sys.modules, "open_clip", open_clip)
+    for number, name in enumerate(("one", "two"), 1):
+        save_file({name: torch.tensor([float(number)])}, tmp_path / f"part-{number}.safetensors")
+    if described:
+        (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+        open_clip.get_model_config = None
+    served = jurors.hpsv2(str(tmp_path), antialias, pixels=100)
+    picture = np.random.default_rng(1).integers(0, 256, (8, 9, 3), np.uint8)
+    found = scored(served, tensors([picture]), [b"abc\xff"])["score"]
+    (seen,) = served.module.clip.seen
+    expected, wrong = Preprocessing(4, "tensor" if antialias else "tensor-aliased", half="even")(tensors([picture]))
+    torch.testing.assert_close(seen, expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(found, (4 * seen[0, 0, 0] + seen[1, 0, 0])[None], rtol=1e-6, atol=0)
+    assert not wrong and OpenedClip.made == config and lengths == [context or 77]
+    assert (served.inputs["image"].capacity, served.inputs["prompt"].capacity) == (300, 8192)
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters' numbers."""
+
+    chat_template: str | None = "there is one"
+    pad_token_id: int | None = 7
+
+    def apply_chat_template(self, chat: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and not add_generation_prompt and [one["role"] for one in chat] == ["user", "assistant"]
+        return "|".join(one["content"] for one in chat)
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+class Judge(nn.Module):
+    """Its logits are the sum of the tokens that the mask leaves, and another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(pad_token_id=None)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        self.ids, self.mask, sums = input_ids, attention_mask, (input_ids * attention_mask).sum(1)
+        return SimpleNamespace(logits=torch.stack([sums, -sums], 1).to(self.one.dtype))
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Letters:
+    """The tokenizer that a stand-in for transformers reads, beside a `Judge`."""
+    tokenizer, transformers = Letters(), ModuleType("transformers")
+
+    def read(folder: Path, *, local_files_only: bool, use_safetensors: bool = True) -> Any:
+        assert (folder, local_files_only, use_safetensors) == (tmp_path, True, True)
+        return Judge()
+
+    transformers.AutoTokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: tokenizer)  # type: ignore[attr-defined]
+    transformers.AutoModelForSequenceClassification = SimpleNamespace(from_pretrained=read)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
+    return tokenizer
+
+
+def test_a_chat_is_scored_whole_beside_longer_ones_or_not_at_all(letters: Letters, tmp_path: Path) -> None:
+    served = jurors.text_reward(str(tmp_path), max_length=7, text=99)
+    found = scored(served, [b"a", b"abcd", b"ab"], [b"b", b"efg", b"cdef"])
+    whole = {"a|b": 0, "ab|cdef": 2}
+    assert isinstance(found, RowErrors)
+    assert found.errors == {1: "prompt and response have 8 tokens, the model takes at most 7"}
+    assert {text: found.outputs["score"][row].item() for text, row in whole.items()} == {
+        text: sum(map(ord, text)) for text in whole
+    }
+    judge = served.module.model
+    assert judge.mask.tolist() == [[1] * 3 + [0] * 4, [1] + [0] * 6, [1] * 7]
+    assert judge.ids[0].tolist() == [*map(ord, "a|b"), 7, 7, 7, 7] and judge.config.pad_token_id == 7
+    assert {name: item.capacity for name, item in served.inputs.items()} == {"prompt": 99, "response": 99}
+
+
+def test_a_text_reward_has_the_precision_that_was_asked_for(letters: Letters, tmp_path: Path) -> None:
+    served = jurors.text_reward(str(tmp_path), dtype="bfloat16")
+    assert served.module.model.one.dtype == torch.bfloat16
+    assert scored(served, [b"a"], [b"b"])["score"].dtype == torch.float32
+    with pytest.raises(ValueError, match="expected one of float32, bfloat16, float16"):
+        jurors.text_reward(str(tmp_path), dtype="int8")
+
+
+@pytest.mark.parametrize(("lacks", "says"), [("chat_template", "no chat template"), ("pad_token_id", "no pad_token")])
+def test_a_tokenizer_that_lacks_something_is_refused(letters: Letters, tmp_path: Path, lacks: str, says: str) -> None:
+    setattr(letters, lacks, None)
+    with pytest.raises(ValueError, match=says):
+        jurors.text_reward(str(tmp_path))
+    setattr(letters, lacks, "" if lacks == "chat_template" else 0)
+    if lacks == "pad_token_id":
+        assert jurors.text_reward(str(tmp_path)).module.model.config.pad_token_id == 0
+
+
+def test_a_package_that_fails_within_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("import there_is_none_of_this_name")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'there_is_none_of_this_name'$"):
+        jurors.clip_score(str(tmp_path))
 
 
 # ----
