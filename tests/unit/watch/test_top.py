@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import termios
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+import jurybox.client
+from jurybox.protocol.errors import ServerGone
 from jurybox.protocol.scoreboard import EngineState
 from jurybox.server import commands
-from jurybox.server.commands.top import _bars, _engines, _models, screen
+from jurybox.server.commands import top
+from jurybox.server.commands.app import app
+from jurybox.server.commands.top import _bars, _engines, _Keys, _models, screen
 from jurybox.server.watch.sample import sample
 
 SECOND = 10**9
@@ -79,3 +90,190 @@ def test_top_of_an_idle_server_says_how_to_send_a_request(scene):
     console.print(screen(sample(None, scene.snapshot())))
     assert "No request yet. From Python" in console.export_text()
     assert "No request yet" not in shown(scene)
+
+
+@pytest.mark.parametrize(
+    ("counts", "drawn"),
+    [
+        ([0, 8, 4, 1, 0, 0], "█▄▁·"),
+        ([0, 0, 0, 0, 0, 0, 1, 0], "·····█"),
+        ([9, 1], "█"),
+        ([0, 100, 1, 0, 0], "█▁··"),
+    ],
+)
+def test_the_distribution_has_a_bar_for_every_size_that_came(counts, drawn):
+    assert _bars([*counts, *[0] * (10 - len(counts))][:10]).startswith(drawn)
+    assert len(_bars([*counts, *[0] * (10 - len(counts))])) == max(4, len(drawn))
+
+
+def test_top_tells_what_waits_is_leased_and_takes_memory(scene):
+    scene.add(0, 3, requests=1)
+    assert "MiB on devices" not in text_of(scene) and "MiB shared" in text_of(scene)
+    scene.lease(0, 3, 8)
+    scene.add(0, 3, waiting=4)
+    scene.engine(0, device_bytes=3 << 20, expected_wait=2_000_000)
+    text = text_of(scene)
+    assert "4 waiting   1 lanes" in text and "MiB shared, 3 MiB on devices" in text
+    first, second = (line.split() for line in text.splitlines() if re.match(r"[01] +serving", line))
+    assert first[2:] == ["0%", "0", "2.0", "ms", "3", "MiB", "0"] and second[2:] == ["0%", "0", "0", "us", "-", "0"]
+
+
+def text_of(scene) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(screen(sample(None, scene.snapshot(), scene.events)))
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("per_second", "shown"), [(0.0, "0"), (0.25, "0.2"), (9.94, "9.9"), (10.0, "10"), (1234.5, "1,234")]
+)
+def test_small_rates_have_a_decimal_and_large_ones_none(scene, per_second, shown):
+    document = sample(None, scene.snapshot())
+    document["rates"]["rows"] = document["models"][0]["rates"]["rows"] = per_second
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(screen(document))
+    lines = console.export_text().splitlines()
+    assert any(line.startswith(f"{shown} rows/s") for line in lines)
+    assert next(line.split()[2] for line in lines if line.startswith("photo")) == shown
+
+
+def test_what_is_wrong_is_coloured(scene):
+    document = sample(None, scene.snapshot())
+    photo, policy = document["models"]
+    photo["weights"]["lag"], policy["weights"]["lag"] = 1, 2
+    photo["failures"]["expired"], policy["state"] = 1, "quarantined"
+    document["engines"][1]["state"] = "loading"
+    cells = {row[0].plain: dict(zip(_models([])._heads, row, strict=True)) for row in _models(document["models"]).rows}
+    photo, policy = cells["photo"], cells["policy/agent0"]
+    assert [str(one["lag"].style) for one in (photo, policy)] == ["", "yellow"]
+    assert [str(one["errors"].style) for one in (photo, policy)] == ["red", ""]
+    assert [str(one["state"].style) for one in (photo, policy)] == ["green", "red"]
+    assert [str(row[1].style) for row in _engines(document["engines"]).rows] == ["green", "yellow"]
+
+
+def test_the_last_six_events_are_shown(scene):
+    scene.events += [
+        {"at": 0.0, "level": "info", "event": "x", "fields": {}, "text": f"event {number}"} for number in range(8)
+    ]
+    assert re.findall(r"event \d", text_of(scene)) == [f"event {number}" for number in range(2, 8)]
+
+
+# ----
+# The command.
+
+
+class Clock:
+    """Time that passes only in `sleep`; what happens then is a list of functions."""
+
+    def __init__(self) -> None:
+        self.now, self.slept, self.happens = 50.0, list[float](), list[Callable[[], None]]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+        self.happens.pop(0)()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(top, "time", made)
+    return made
+
+
+@pytest.fixture
+def connections(monkeypatch, scene) -> list[Any]:
+    """What was opened and closed of connections to the scene's server; `failing` holds errors of its status."""
+    calls: list[Any] = []
+
+    def connect(address, timeout):
+        calls.append((address, timeout))
+        return SimpleNamespace(status=status, close=lambda: calls.append("closed"))
+
+    def status():
+        if scene.failing:
+            raise scene.failing.pop(0)
+        return scene.document()
+
+    scene.failing = []
+    monkeypatch.setattr(jurybox.client, "connect", connect)
+    return calls
+
+
+def test_once_is_one_interval_of_a_server(scene, connections, clock):
+    scene.add(0, 3, requests=100, rows=100)
+    clock.happens = [lambda: scene.add(0, 3, requests=1)]
+    result = CliRunner().invoke(app, ["top", "--once", "--interval", "3", "--address", "ipc:///x/engine"])
+    assert result.exit_code == 0, result.output
+    assert clock.slept == [3.0] and connections == [("ipc:///x/engine", 2.0), "closed"]
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("jurybox ") and "serving" in lines[0]
+    assert "rows/s" in lines[1] and "sizes" in result.stdout, "as wide as it needs, where there is no terminal"
+    assert sum(line.startswith("photo") for line in lines) == 1
+
+
+def test_a_server_that_goes_is_told_and_looked_for_until_it_is_back(scene, connections, clock, monkeypatch):
+    screens = io.StringIO()
+    monkeypatch.setattr(top, "Console", partial(Console, file=screens, width=150, force_terminal=True))
+    monkeypatch.setattr("sys.stdin", None)
+
+    def seen(*words: str) -> list[bool]:
+        text = screens.getvalue()
+        screens.truncate(0)
+        screens.seek(0)
+        return [word in text for word in words]
+
+    def goes() -> None:
+        assert seen("photo", "is gone") == [True, False]
+        scene.failing = [ServerGone("nobody answers")]
+
+    def comes_back() -> None:
+        assert seen("photo", "the server is gone: nobody answers") == [True, True]
+
+    def interrupt() -> None:
+        assert seen("photo", "is gone") == [True, False]
+        raise KeyboardInterrupt
+
+    clock.happens = [goes, comes_back, interrupt]
+    result = CliRunner().invoke(app, ["top", "--interval", "2", "--address", "ipc:///x/engine"])
+    assert result.exit_code == 0, result.output
+    assert clock.slept == [2.0] * 3 and not clock.happens
+    assert connections == [("ipc:///x/engine", 2.0), "closed"] * 2
+
+
+def test_without_a_server_top_ends_with_its_message(scene, connections, clock):
+    scene.failing = [ServerGone("nobody answers")]
+    result = CliRunner().invoke(app, ["top", "--address", "ipc:///x/engine"])
+    assert (result.exit_code, result.stderr) == (1, "jurybox: nobody answers\n")
+    assert connections == [("ipc:///x/engine", 2.0), "closed"]
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Iterator[int]:
+    """The other end of the terminal that standard input is."""
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "r") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield ours
+
+
+@pytest.mark.parametrize(("typed", "quits"), [(b"q", True), (b"xQ", True), (b"x", False), (b"", False)])
+def test_q_quits_and_the_terminal_is_as_before(terminal, typed, quits):
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+
+    with _Keys() as keys:
+        assert not echoes()
+        os.write(terminal, typed)
+        assert keys.quit_within(30.0 if quits else 0.01) == quits
+    assert echoes()
+    os.close(terminal)
+
+
+def test_a_terminal_that_is_closed_quits(terminal):
+    keys = _Keys()
+    os.close(terminal)
+    assert keys.quit_within(30.0)
