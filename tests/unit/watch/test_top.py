@@ -162,7 +162,7 @@ def test_the_last_six_events_are_shown(scene):
 # The command.
 
 
-class Clock:
+class WatchingTime:
     """Time that passes only in `sleep`; what happens then is a list of functions."""
 
     def __init__(self) -> None:
@@ -178,8 +178,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch) -> WatchingTime:
+    made = WatchingTime()
     monkeypatch.setattr(top, "time", made)
     return made
 
