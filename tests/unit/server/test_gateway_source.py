@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jurybox.protocol.errors import ServerGone, Timeout
+from jurybox.protocol.errors import ModelFailed, ServerGone, Timeout
 from jurybox.server.frontend.source import ClientSource
 
 
@@ -110,3 +110,26 @@ async def test_closing_lets_go_of_the_connection(server):
     await asking.close()
     asking._thread.shutdown(wait=True)
     assert server.closed == 1
+
+
+@pytest.mark.parametrize("error", [Timeout("asked for too long"), ModelFailed("of another kind")])
+async def test_an_error_that_the_client_raised_is_told_as_it_came_and_leaves_the_connection_open(server, error):
+    asking = source(server, keep=0.0)
+    server.error = error
+    with pytest.raises(type(error), match=f"^{error}$"):
+        await asking.status()
+    server.error = None
+    assert await asking.status() == {"asked": 2}
+    assert (len(server.opened), server.closed) == (1, 0)
+
+
+async def test_an_error_is_good_for_a_moment_too_and_a_fresh_document_is_asked_for_at_once(server):
+    asking = source(server, keep=60.0)
+    server.error = ServerGone("gone")
+    for _ in range(2):
+        with pytest.raises(ServerGone):
+            await asking.status()
+    assert server.asked == 1
+    server.error = None
+    assert await asking.status(fresh=True) == {"asked": 2}
+    assert await asking.status() == {"asked": 2}

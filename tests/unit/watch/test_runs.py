@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -92,6 +94,77 @@ def test_a_film_is_that_of_a_run_that_is_shown_and_no_other_file(tmp_path, monke
     monkeypatch.setattr(module, "_MOST_FILM", 4)
     runs.document()
     assert runs.film("run") is None, "larger than a browser should get"
+
+
+def test_files_are_looked_at_every_two_seconds_at_most(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, time=lambda: 1_004.0)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "_AGAIN", 2.0)
+    begun(tmp_path / "a", ["10,1,,,"])
+    runs = RunFolders(tmp_path)
+    assert [(run["name"], run["age"]) for run in runs.document()] == [("a", 4.0)], "the first look is at once"
+    begun(tmp_path / "b", ["10,1,,,"], at=1_002)
+    found = []
+    for clock.now in (1.9, 2.0, 3.9):
+        found.append([run["name"] for run in runs.document()])
+    assert found == [["a"], ["b", "a"], ["b", "a"]]
+
+
+def test_a_run_that_has_not_changed_is_not_read_again(tmp_path):
+    runs = RunFolders(begun(tmp_path / "run", ["10,1,,,"]))
+    assert runs.document()[0]["returns"] == [1]
+    file = tmp_path / "run" / "metrics.csv"
+    for row, at, returns in (("10,2,,,", 1_000, [1]), ("10,3,,,", 1_001, [3]), ("10,44,,,", 1_001, [44])):
+        file.write_text(f"{HEAD}{row}\n")
+        os.utime(file, (at, at))
+        assert runs.document()[0]["returns"] == returns
+
+
+@pytest.mark.parametrize(
+    ("points", "first", "shown"), [(1, 0, 1), (120, 0, 120), (121, 0, 61), (240, 1, 120), (241, 0, 81)]
+)
+def test_at_most_120_points_are_told_evenly_and_up_to_the_newest(tmp_path, points, first, shown):
+    begun(tmp_path, [f"{step},{step},,," for step in range(points)])
+    returns = RunFolders(tmp_path).document()[0]["returns"]
+    assert (returns[0], returns[-1], len(returns)) == (first, points - 1, shown)
+    assert len({later - earlier for earlier, later in pairwise(returns)}) <= 1
+
+
+def test_a_run_three_folders_down_is_told_and_what_is_in_a_run_is_none(tmp_path):
+    begun(tmp_path / "a" / "b" / "c", ["1,1,,,"])
+    begun(tmp_path / "a" / "b" / "c" / "d", ["1,1,,,"])
+    assert [run["name"] for run in RunFolders(tmp_path).document()] == ["a/b/c"]
+
+
+def test_a_limited_number_of_folders_is_looked_at(tmp_path, monkeypatch):
+    for number in range(4):
+        begun(tmp_path / f"run-{number}", ["1,1,,,"])
+    monkeypatch.setattr(module, "_MOST_LOOKED_AT", 3)
+    assert sorted(run["name"] for run in RunFolders(tmp_path).document()) == ["run-0", "run-1"]
+
+
+@pytest.mark.parametrize(("size", "sent"), [(4, True), (5, False)])
+def test_a_film_of_the_largest_size_is_sent_whole(tmp_path, monkeypatch, size, sent):
+    monkeypatch.setattr(module, "_MOST_FILM", 4)
+    film = begun(tmp_path / "run", ["1,1,,,"], "5.webm") / "films" / "5.webm"
+    film.write_bytes(b"x" * size)
+    runs = RunFolders(tmp_path)
+    runs.document()
+    assert runs.film("run") == (b"x" * size if sent else None)
+    film.unlink()
+    assert runs.film("run") is None
+    os.mkfifo(film)
+    assert runs.film("run") is None, "nothing waits for who would write to it"
+
+
+def test_a_large_file_is_read_from_its_end_without_a_part_of_a_line(tmp_path, monkeypatch):
+    rows = [f"{step},{step + 100},,," for step in range(20)]
+    whole = sum(len(row) + 1 for row in rows)
+    begun(tmp_path, rows)
+    for most, first in ((whole, 100), (whole - 1, 101), (100, 111)):
+        monkeypatch.setattr(module, "_MOST_BYTES", most)
+        returns = RunFolders(tmp_path).document()[0]["returns"]
+        assert (returns[0], returns[-1]) == (first, 119), most
 
 
 async def test_the_gateway_streams_them_and_serves_the_film(scene, tmp_path):

@@ -285,3 +285,105 @@ def test_a_look_has_what_the_gateway_counts_itself(scene):
         assert (full.ports, full.timeouts, full.budget) == ({"arm": "counters"}, {"photo": 3}, "budget")
     finally:
         reader.close()
+
+
+def test_the_second_look_has_rates_and_two_looks_are_kept_however_far_apart(scene):
+    history = History(window=2.0)
+    history.add(scene.snapshot(taken=0))
+    scene.add(0, PHOTO, requests=30)
+    shown = history.add(scene.snapshot(taken=3 * SECOND))
+    assert (shown["seconds"], shown["rates"]["requests"]) == (3.0, 10.0)
+    scene.add(0, PHOTO, requests=20)
+    shown = history.add(scene.snapshot(taken=4 * SECOND))
+    assert (shown["seconds"], shown["rates"]["requests"]) == (4.0, 12.5), "the last second is less than the window"
+    shown = history.add(scene.snapshot(taken=5 * SECOND))
+    assert (shown["seconds"], shown["rates"]["requests"]) == (2.0, 10.0)
+
+
+def test_failures_of_another_model_kind_or_time_are_another_event(scene):
+    history = History()
+    history.add(scene.snapshot(at=10.0))
+    shown = {}
+    for at, model, kind in ((11.0, PHOTO, "failed"), (12.0, POLICY, "failed"), (13.0, PHOTO, "refused"),
+                            (15.9, PHOTO, "failed"), (16.0, PHOTO, "failed"), (17.0, PHOTO, "not_held")):  # fmt: skip
+        scene.add(0, model, **{kind: 1})
+        shown = history.add(scene.snapshot(at=at))
+    assert [(event["at"], event["level"], event["text"]) for event in shown["events"]] == [
+        (11.0, "error", "photo: 2 requests failed"),
+        (12.0, "error", "policy/agent0: 1 requests failed"),
+        (13.0, "error", "photo: 1 requests were refused"),
+        (16.0, "error", "photo: 1 requests failed"),
+        (17.0, "error", "photo: 1 requests named a version that is not held"),
+    ]
+
+
+def test_the_last_thirty_events_are_shown_in_the_order_of_their_times(scene):
+    history = History()
+    history.add(scene.snapshot(at=1.0))
+    scene.add(0, PHOTO, failed=1)
+    scene.events += [{"at": float(at), "level": "info", "event": f"{at}", "fields": {}} for at in range(40)]
+    shown = history.add(scene.snapshot(at=20.5))["events"]
+    assert [event["at"] for event in shown] == [*map(float, range(11, 21)), 20.5, *map(float, range(21, 40))]
+
+
+def test_thirty_two_failures_are_kept(scene):
+    history = History()
+    history.add(scene.snapshot(at=0.0))
+    for number in range(40):
+        scene.add(0, PHOTO, failed=1)
+        shown = history.add(scene.snapshot(at=10.0 * number))["events"]
+    assert [event["at"] for event in shown] == [10.0 * number for number in range(10, 40)]
+
+
+def test_a_document_says_when_it_was_made_and_of_which_server(scene):
+    scene.lease(2, PHOTO, 8)
+    shown = sample(scene.snapshot(taken=0), scene.snapshot(taken=1_234_567_890, at=5061.23456))
+    assert (shown["at"], shown["seconds"], shown["server"]["uptime"]) == (5061.235, 1.235, 61.2)
+    assert (shown["server"]["id"], shown["server"]["address"]) == (scene.id, "ipc:///x/engine")
+    assert sample(None, scene.snapshot(at=4000.0))["server"]["uptime"] == 0.0
+    assert shown["lanes"] == {"in_use": 1, "rows": 8, "retiring": 0, "most": 2048}
+    photo = shown["models"][0]
+    assert (photo["name"], photo["state"], photo["max_batch"], photo["weights"]["digest"]) == (
+        "photo", "ready", 64, "cafe",
+    )  # fmt: skip
+    assert shown["memory"]["shared_bytes"] == scene.scoreboard.segment.size
+
+
+def test_numbers_have_as_many_digits_as_mean_something(scene):
+    before = scene.snapshot(taken=0)
+    scene.add(0, PHOTO, requests=1, rows=2, batches=3, forward_total_ns=10 * SECOND)
+    scene.bucket(0, PHOTO, "request_ns", 17)
+    shown = sample(before, scene.snapshot(taken=3 * SECOND))
+    assert shown["rates"] == {"requests": 0.333, "rows": 0.667, "batches": 1.0} and shown["batch"]["mean"] == 0.67
+    assert shown["engines"][0]["busy"] == 1.0, "an engine is never busier than all of the time"
+    p50 = shown["latency"]["request"]["p50"]
+    assert p50 == float(f"{p50:.3g}")
+
+
+def test_the_usual_address_need_not_be_named_and_without_http_nothing_is_said_of_it(scene, monkeypatch):
+    lines = sample(None, scene.snapshot())["first_request"]
+    assert len(lines) == 3
+    monkeypatch.setattr("jurybox.server.watch.sample.default_address", lambda: "ipc:///x/engine")
+    assert "connect().model('photo')" in sample(None, scene.snapshot())["first_request"][1]
+    scene.add(0, PHOTO, failed=1)
+    assert sample(None, scene.snapshot())["first_request"] == [], "a request that failed was one"
+
+
+def test_an_engine_that_hangs_is_said_to_and_has_no_rates(scene):
+    before = scene.snapshot(taken=0)
+    scene.add(0, PHOTO, requests=10)
+    scene.add(1, PHOTO, requests=10)
+    document = scene.document()
+    document["engines"][0]["hung"] = True
+    shown = sample(before, scene.snapshot(taken=SECOND, document=document))
+    assert [engine["state"] for engine in shown["engines"]] == ["hung", "serving"]
+    assert [engine["rates"]["requests"] for engine in shown["engines"]] == [0.0, 10.0]
+    assert [engine["index"] for engine in shown["engines"]] == [0, 1]
+    assert [engine["pid"] for engine in shown["engines"]] == [100, 101]
+
+
+def test_an_engine_that_drains_still_works(scene):
+    before = scene.snapshot(taken=0)
+    scene.add(0, PHOTO, requests=10)
+    scene.engine(0, state=EngineState.DRAINING)
+    assert sample(before, scene.snapshot(taken=SECOND))["engines"][0]["rates"]["requests"] == 10.0
