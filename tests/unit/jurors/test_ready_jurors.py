@@ -133,10 +133,10 @@ def test_a_picture_is_squashed_to_the_size_whatever_its_sides() -> None:
 @pytest.mark.parametrize("sides", [(1, 32), (32, 1)])
 def test_a_picture_may_be_32_times_as_long_as_wide_and_no_longer(sides: tuple[int, int]) -> None:
     fits = torch.zeros(*sides, 3, dtype=torch.uint8)
-    long = torch.zeros(*(side + (side > 1) for side in sides), 3, dtype=torch.uint8)
+    long = torch.full((*(side + (side > 1) for side in sides), 3), 255, dtype=torch.uint8)
     seen, wrong = Preprocessing(4, mean=(0.5,) * 3, std=(0.25,) * 3)([fits, long])
     assert list(wrong) == [1] and f"{long.shape[1]} x {long.shape[0]} pixels" in wrong[1]
-    assert (seen == -2).all() and seen.shape == (2, 3, 4, 4)
+    assert (seen == -2).all() and seen.shape == (2, 3, 4, 4), "nothing is computed of a picture that is too long"
 
 
 # ----
