@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
+from zmq import ZMQError
 
 import jurybox.client
 from jurybox.protocol.errors import ProtocolMismatch, ServerGone
@@ -22,7 +24,7 @@ from jurybox.protocol.wire import PROTOCOL_VERSION, build_version
 from jurybox.server.cli import main
 from jurybox.server.commands import app as commands
 from jurybox.server.commands.app import app
-from jurybox.server.commands.show import duration
+from jurybox.server.commands.show import Phrases, TextTable, duration
 from jurybox.server.doctor import checks
 from jurybox.server.doctor.host import Finding, Level
 
@@ -177,6 +179,88 @@ def test_status_breaks_no_word_at_80_columns(run, server, document, monkeypatch)
     assert {"1234567890", "12345678901", "expected"} <= words
 
 
+def test_status_names_every_door_of_the_gateway(run, server, document):
+    assert "at ipc:///x/engine, http://127.0.0.1:8000, grpc://127.0.0.1:8001: serving, up 90 s" in run("status").output
+    document["server"].update(grpc="", robots={"arm": "127.0.0.1:9000"}, dialects={"openai": "127.0.0.1:8002"})
+    said = "http://127.0.0.1:8000, robots.arm at 127.0.0.1:9000, http://127.0.0.1:8002: serving"
+    assert said in run("status").output and "grpc://" not in run("status").output
+
+
+def test_status_tells_hung_engines_audits_every_error_and_the_lag_of_weights(run, server, document):
+    def lines() -> list[list[str]]:
+        return [line.split() for line in run("status").output.splitlines()]
+
+    assert ["0", "serving", "42", "0", "100", "ms", "0", "us"] in lines()
+    document["engines"][0].update(hung=True, heartbeat_age=None, restarts=3)
+    document["models"][0].update(audit=True, failed=1, expired=2, refused=3, not_held=4, mean_batch=None)
+    document["models"][0]["weights"].update(max_lag=0)
+    assert ["0", "hung", "42", "3", "-", "0", "us"] in lines()
+    errors = ["1", "failed,", "2", "expired,", "3", "refused,", "4", "not", "held"]
+    assert ["photo", "(audit)", "ready", "1000", "4000", "-", "0", "2", *errors] in lines()
+    assert ["photo", "5", "1", "2.5", "100", "us", "/", "300", "ms"] in lines()
+    document["models"][0]["weights"].update(newest=0)
+    document["models"][0].update(failed=0, expired=0, refused=0, not_held=0)
+    assert not [line for line in lines() if line[:1] == ["weights"]]
+    assert ["photo", "(audit)", "ready", "1000", "4000", "-", "0", "2", "-"] in lines()
+    document["engines"].clear()
+    assert not [line for line in lines() if line[:1] == ["engine"]]
+
+
+@pytest.mark.parametrize(("command", "said"), [("sleep", "photo sleeps\n"), ("wake", "photo is awake\n")])
+def test_a_model_sleeps_and_wakes(run, monkeypatch, command, said):
+    calls: list[Any] = []
+
+    class Moving:
+        def __enter__(self) -> Moving:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda model, timeout: calls.append((name, model, timeout))
+
+    monkeypatch.setattr(jurybox.client, "connect", lambda address, timeout: Moving())
+    result = run(command, "photo")
+    assert (result.exit_code, result.stdout, calls) == (0, said, [(command, "photo", 120.0)])
+
+
+def test_an_address_that_zeromq_does_not_take_is_exit_status_2(run, monkeypatch):
+    def connect(address: str, timeout: float) -> None:
+        raise ZMQError(22, "Invalid argument")
+
+    monkeypatch.setattr(jurybox.client, "connect", connect)
+    result = run("status", "--address", "ipc://")
+    assert result.exit_code == 2 and "'ipc://' is no address (Invalid argument): expected such as" in result.stderr
+
+
+def printed(what: Any, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(what)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize(("width", "lines"), [(11, ["aaaa   bbbb", "cc"]), (10, ["aaaa", "bbbb   cc"]), (3, None)])
+def test_phrases_are_side_by_side_as_far_as_they_fit(width, lines):
+    found = printed(Phrases(["aaaa", "bbbb", "cc"]), width)
+    assert found == lines if lines else found[0] == "aaa"
+
+
+@pytest.mark.parametrize(("width", "heads"), [(16, "name one two"), (15, "name two"), (11, "name two"), (10, "name")])
+def test_a_table_leaves_out_its_spare_columns_one_after_another(width, heads):
+    table = TextTable("name", ">one", "two", spare=("one", "two"))
+    table.add("photo", "1", "2\n3333")
+    assert printed(table, width)[0].split() == heads.split()
+
+
+def test_numbers_are_right_aligned_and_long_names_folded():
+    table = TextTable("model", ">rows")
+    table.add("policy/agent", "12345")
+    table.add("[red]a", "1")
+    assert printed(table, 30) == ["model          rows", "policy/agent  12345", "[red]a            1"]
+    assert printed(table, 13) == ["model    rows", "policy  12345", "/agent", "[red]a      1"]
+
+
 def test_models_shows_specs_and_weights(run, server):
     output = run("models").output
     for part in ("photo", "ready", "image uint8[384, 384, 3]", "score float32[]", "303", "cafe v5"):
@@ -229,7 +313,8 @@ def test_an_address_that_is_none_is_exit_status_2(run, address, said):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, "-"), (0.0, "0 us"), (2e-6, "2.0 us"), (0.0005, "500 us"), (0.0025, "2.5 ms"), (0.3, "300 ms"),
-     (90.0, "90 s"), (600.0, "10 min"), (7200.0, "2.0 h")],
+     (90.0, "90 s"), (600.0, "10 min"), (7200.0, "2.0 h"), (1e-3, "1.0 ms"), (9.94e-3, "9.9 ms"), (0.01, "10 ms"),
+     (1.0, "1.0 s"), (119.0, "119 s"), (120.0, "2.0 min"), (7199.0, "120 min"), (86400.0, "24.0 h")],
 )  # fmt: skip
 def test_durations_are_in_the_unit_that_suits_them(seconds, text):
     assert duration(seconds) == text
