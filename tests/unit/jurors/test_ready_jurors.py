@@ -387,7 +387,11 @@ def letters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Letters:
         assert (folder, local_files_only, use_safetensors) == (tmp_path, True, True)
         return Judge()
 
-    transformers.AutoTokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: tokenizer)  # type: ignore[attr-defined]
+    def read_tokenizer(folder: Path, *, local_files_only: bool) -> Letters:
+        assert (folder, local_files_only) == (tmp_path, True)
+        return tokenizer
+
+    transformers.AutoTokenizer = SimpleNamespace(from_pretrained=read_tokenizer)  # type: ignore[attr-defined]
     transformers.AutoModelForSequenceClassification = SimpleNamespace(from_pretrained=read)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

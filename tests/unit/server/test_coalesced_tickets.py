@@ -340,6 +340,25 @@ async def test_a_ticket_without_a_task_has_the_version_and_the_time_of_its_reque
     assert returns.ended == ["a", "b"][: lane.submitted[0][0]]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_caller_keeps_its_outputs_when_later_tickets_overwrite_the_rows(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.zeros((3, 2), np.float32)
+
+    class Reused(Direct):
+        def submit_parts(self, parts: Sequence[Any], deadline: int, version: int, brief: float) -> Any:
+            rows[:] = [[10 * arrays["x"][0, 0] + row] * 2 for arrays, n in parts for row in range(n)]
+            return ({"y": rows}, 7) if self.at_once else Noted(self, {"y": rows})
+
+    one = together(Reused(at_once=at_once))
+    (first, _), (second, _) = await asyncio.gather(
+        one.ask(rows_of(1, 1), 1, 60.0, 0), one.ask(rows_of(2, 2), 2, 60.0, 0)
+    )
+    rows[:] = -1
+    assert (first["y"][:, 0].tolist(), second["y"][:, 0].tolist()) == ([10], [20, 21])
+
+
 async def test_requests_that_wait_for_a_ticket_without_a_task_go_when_it_is_answered() -> None:
     lane = Direct()
     one = together(lane)

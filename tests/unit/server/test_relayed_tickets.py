@@ -120,3 +120,77 @@ def test_an_answer_without_room_waits_in_its_rows_and_is_sent_once():
 def test_an_answers_text_always_fits_a_frame():
     head(ticket(1, 0, 1), Code.MODEL_FAILED, "half \ud800 a pair").decode("latin-1")
     assert len(head(ticket(1, 0, 1), Code.MODEL_FAILED, "é" * 1_000_000)) < 5000
+
+
+class Judging(Lane):
+    """A lane that answers each ticket with a code; its outputs are the numbers of the arena's rows."""
+
+    def __init__(self, code, spec=None):
+        super().__init__()
+        self.code = code
+        if spec is not None:
+            self.columns = Columns.here(spec, 8)
+        self.columns.refuse(0, 8, {row: f"row {row}" for row in range(8)})
+
+    def receive_now(self):
+        for sent in self.sent:
+            sent.answer = Answer(0, self.code, "why", 6, 1)
+            for row in range(sent.first, sent.first + sent.rows):
+                self.columns.outputs["y"][row] = row
+                for extents in self.columns.output_extents.values():
+                    extents[row] = 2
+
+
+NUMBERS = np.float32([4, 5]).tobytes()
+ANY = ModelSpec("m", {"x": TensorSpec("bytes", capacity=5)}, {"y": TensorSpec("uint8", (-1,), capacity=9)})
+
+
+@pytest.mark.parametrize(
+    ("code", "frames_after"),
+    [(Code.OK, 1), (Code.ROW_FAILED, 2), (Code.SESSION_LOST, 1), (Code.MODEL_FAILED, 0), (Code.TIMEOUT, 0)],
+)
+def test_an_answer_has_the_rows_and_reasons_that_its_code_needs(code, frames_after):
+    lane = Judging(code)
+    held = RelayedTickets(lane, b"owner", b"the call", Lease(), 3, 5)
+    held.submit(ticket(5, 1, 2), frames(2))
+    ((sender, first, *rest),) = [[bytes(frame) for frame in one] for one in held.answers()]
+    assert (sender, first) == (b"sender", head(ticket(5, 1, 2), code, "why", 6))
+    reasons = lane.columns.reasons[4:6].tobytes()
+    assert rest == {0: [], 1: [reasons if code == Code.SESSION_LOST else NUMBERS], 2: [NUMBERS, reasons]}[frames_after]
+    assert not held.waits
+
+
+def sent_of_any_size(code, has_room=lambda *_: True):
+    lane = Judging(code, ANY)
+    held = RelayedTickets(lane, b"owner", b"the call", Lease(), 3, 5)
+    sizes = np.full((2, 1), 4, lane.columns.input_extents["x"].dtype)
+    held.submit(ticket(5, 1, 2), [zmq.Frame(sizes.tobytes()), zmq.Frame(b"abcdefgh")])
+    assert [row[:4].tobytes() for row in lane.columns.inputs["x"][4:6]] == [b"abcd", b"efgh"]
+    return held, [[bytes(frame) for frame in one] for one in held.answers(has_room)], sizes
+
+
+def test_rows_of_any_size_are_taken_and_sent_with_their_sizes():
+    held, ((_, _, *rest),), sizes = sent_of_any_size(Code.OK)
+    assert rest == [(sizes // 2).tobytes(), bytes([4, 4, 5, 5])]
+    assert (held.input_bytes(2), held.waits) == (0, False)
+
+
+def test_an_answer_is_measured_with_its_reasons_where_it_has_them():
+    asked = []
+    held, found, _ = sent_of_any_size(Code.ROW_FAILED, lambda client, size: asked.append(size) or len(asked) < 2)
+    assert found == [] and held.waits and len(asked) == 2
+    assert asked[1] > held.lane.columns.reasons[4:6].nbytes
+    ((_, _, *rest),) = held.answers()
+    assert len(rest) == 3 and not held.waits
+
+
+def test_a_lane_that_is_closed_lets_go_of_everything():
+    lane = Judging(Code.OK)
+    closed = []
+    lane.close = lambda: closed.append(True)
+    held = RelayedTickets(lane, b"owner", b"the call", Lease(), 3, 5)
+    held.submit(ticket(5, 1, 2), frames(2))
+    held.close()
+    assert (held.waits, closed) == (False, [True])
+    assert not held.answer() and held.take_in() == 0 and not held.arm() and not held.spin() and not held.stay((), 0, 0)
+    assert not held.connect(b"sender", None)
