@@ -340,6 +340,16 @@ async def test_a_ticket_without_a_task_has_the_version_and_the_time_of_its_reque
     assert returns.ended == ["a", "b"][: lane.submitted[0][0]]
 
 
+async def test_a_ticket_that_cannot_be_sent_in_place_goes_with_a_task() -> None:
+    class Unable(Direct):
+        def submit_parts(self, parts: Sequence[Any], deadline: int, version: int, brief: float) -> Any:
+            self.submitted.append((len(parts), deadline, version))
+
+    lane, returns = Unable(), Told()
+    await answered(asking(together(lane, returns), n=2))
+    assert len(lane.submitted) == 1 and lane.rows == [2] and [rows for rows, _ in returns.tickets] == [2]
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_caller_keeps_its_outputs_when_later_tickets_overwrite_the_rows(
     at_once: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import pytest
 
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.server.frontend.coalescer import RequestCoalescer
-from jurybox.server.frontend.returns import QuickHalf
+from jurybox.server.frontend.returns import QuickHalf, Returns, WholeGroup
 from jurybox.server.security.access import ClientConnection
 
 HERE, ELSEWHERE = ("127.0.0.1", 4000), ("192.0.2.7", 4000)
@@ -210,6 +210,74 @@ def test_connections_that_ended_are_not_kept():
         ask_again(made, clock, [client := ClientConnection(HERE)])
         made.answered(client)
     assert len(made._away) <= 1024
+
+
+def asks(made, *clients):
+    """Whether one client counts as alone after each request."""
+    return [(made.arrived(client, 60.0, 1), made.alone)[1] for client in clients]
+
+
+def test_a_client_is_alone_from_its_sixth_request_in_a_row_on():
+    made, _ = tracker()
+    one, other = connections(2)
+    assert asks(made, *[one] * 7) == [False] * 5 + [True] * 2
+    assert asks(made, other, *[one] * 6) == [False] * 6 + [True]
+    assert asks(made, None, one) == [False, False]
+    assert asks(made, *[None] * 9) == [False] * 9, "it is not known who they are"
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+def test_the_loop_blocks_for_a_brief_ticket_of_a_lone_client_or_where_quick_ones_share_the_cores(cores):
+    made, clock = tracker(cores=cores)
+    one, other = connections(2)
+    assert not made.may_block(1), "nobody has asked"
+    asks(made, *[one] * 6)
+    assert made.may_block(1) and not made.may_block(2)
+    asks(made, other)
+    assert not made.may_block(1)
+    ask_again(made, clock, [other])
+    assert made.may_block(1) == made.may_block(2) == (cores == 2)
+    asks(made, None)
+    assert not made.may_block(1)
+
+
+def test_the_loop_does_not_block_while_tickets_take_longer_and_one_that_was_slow_says_little():
+    made = QuickHalf(2, Clock())
+    (one,) = connections(1)
+    asks(made, *[one] * 6)
+    assert made.may_block(1)
+    made.took(1, 0.0004)
+    made.took(1, 60.0)
+    assert made.may_block(1)
+    for _ in range(2):
+        made.took(1, 0.001)
+    assert not made.may_block(1)
+    for _ in range(4):
+        made.took(1, 0.0001)
+    assert made.may_block(1)
+
+
+def test_after_a_block_in_vain_sixteen_tickets_go_without():
+    made, _ = tracker()
+    (one,) = connections(1)
+    asks(made, *[one] * 6)
+    made.blocked_in_vain()
+    assert [made.may_block(1) for _ in range(18)] == [False] * 16 + [True] * 2
+
+
+def test_with_many_cores_only_long_tickets_tell_what_one_costs():
+    for cores, seconds, known in ((16, 100e-6, False), (2, 100e-6, True), (16, 0.05, True)):
+        made = QuickHalf(cores, Clock())
+        for number in range(50):
+            made.took(1 + number % 4, seconds)
+        assert (made.fixed > 0) == known
+
+
+def test_a_rule_that_waits_for_nobody_says_so():
+    made = Returns()
+    assert not made.arrived(None, 60.0, 1) and made.wait(1) == 0.0 and not made.may_block(1)
+    assert (made.alone, made.sends_ahead, made.fixed) == (False, False, 0.0)
+    assert WholeGroup(8).sends_ahead and not QuickHalf(2).sends_ahead
 
 
 class Sent:
