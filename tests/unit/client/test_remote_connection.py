@@ -364,7 +364,7 @@ class Link:
     def __init__(self, *, ready=True):
         self.ready = self.was_ready = ready
         self.broken, self.silence, self.descriptor = False, 0.0, -1
-        self.sent, self.there, self.at_look, self.pings = {}, [], [], 0
+        self.sent, self.there, self.at_look, self.pings, self.waits = {}, [], [], 0, []
 
     @property
     def arrived(self):
@@ -379,9 +379,11 @@ class Link:
 
     def exchange(self, number, frames, timeout):
         self.send(number, frames)
+        self.waits.append(timeout)
         return self.there.pop()[1] if self.there else None
 
     def answers(self, timeout):
+        self.waits.append(timeout)
         return list(self.there)
 
     def settled(self, number):
@@ -725,3 +727,86 @@ def test_an_event_loop_leaves_the_loop_before_it(scripted):
     assert not first.watched and second.watched == {9}
     transport.close()
     assert not second.watched and connection.link.broken
+
+
+def test_whoever_has_an_answer_waits_for_no_other(scripted):
+    connection, _, transport = scripted
+    transport.send(ticket_of(connection))
+    assert not transport.receive(9.0)
+    connection.link.there = [reply_of(connection, outputs=[TWO])]
+    assert len(transport.receive(9.0)) == len(transport.receive(9.0)) == 1
+    assert connection.link.waits == [9.0, 9.0, 0]
+
+
+def test_an_answer_that_was_read_outlives_its_connection(scripted, monkeypatch):
+    slept = []
+    connection, _, transport = scripted
+    transport.send(ticket := ticket_of(connection))
+    monkeypatch.setattr("jurybox.client.remote.tcp.time", SimpleNamespace(sleep=slept.append))
+    connection.link.there = [reply_of(connection, outputs=[TWO])]
+    (answer,) = transport.receive(0)
+    transport.forked()
+    assert transport.receive(9.0) == [answer] and transport.holds(ticket) and not slept
+    transport.settled(answer)
+    assert not transport.receive(9.0) and not transport.holds(ticket) and slept == [0.02]
+
+
+def test_a_broken_link_is_read_as_long_as_answers_are_there(scripted):
+    connection, rows, transport = scripted
+    transport.send(ticket_of(connection))
+    connection.link.there = [reply_of(connection, outputs=[TWO])]
+    connection.link.broken = True
+    connection.mend = lambda: None
+    assert [answer.sequence for answer in transport.receive(9.0)] == [5] and rows.columns.outputs["y"].any()
+
+
+@pytest.mark.parametrize("way", ["exchange", "caller"])
+def test_a_call_waits_as_long_as_it_was_told_and_a_caller_a_tenth_of_a_second_at_most(scripted, way):
+    connection, rows, transport = scripted
+    call = caller_of(transport, connection, rows)
+    for seconds in (0.05, 30.0):
+        before = time.monotonic_ns()
+        if way == "caller":
+            assert call(ROW, 5, seconds) == NOT_ANSWERED
+            assert before + seconds * 1e9 <= call.deadline <= time.monotonic_ns() + seconds * 1e9
+            left = PACK_TICKET.unpack_from(bytes(connection.link.sent[5][0]), len(PREFIX))[2]
+            assert left == int(seconds * 1e9) and connection.link.waits[-1] == min(seconds, 0.1)
+        else:
+            assert transport.exchange(ticket_of(connection), seconds) is None
+            assert 0 <= connection.link.waits[-1] <= seconds and connection.link.waits[-1] > 0.1 * (seconds > 1)
+    assert call(ROW, 5, 0.0) == NOT_ANSWERED
+    assert PACK_TICKET.unpack_from(bytes(connection.link.sent[5][0]), len(PREFIX))[2] == 1, "it is late, not endless"
+
+
+def test_a_call_within_the_copying_of_an_answer_leaves_it_to_the_call_that_copies(scripted, monkeypatch):
+    connection, rows, transport = scripted
+    transport.send(ticket := ticket_of(connection))
+    connection.link.there = [reply_of(connection, outputs=[TWO])]
+    unpack, within = row_frames.unpack, []
+
+    def nested(*arguments, **options):
+        within.append((list(transport.receive(0)), transport.is_reading(ticket), len(connection.link.there)))
+        within.append(transport._read(reply_of(connection, outputs=[TWO])[1]))
+        return unpack(*arguments, **options)
+
+    monkeypatch.setattr(row_frames, "unpack", nested)
+    assert not transport.is_reading(ticket)
+    assert [answer.sequence for answer in transport.receive(0)] == [5]
+    assert within == [([], True, 1), None] and not transport.is_reading(ticket) and rows.columns.outputs["y"].any()
+
+
+def test_a_loop_looks_for_answers_whenever_a_ticket_was_sent_over_libzmq(stood):
+    """The signal of a socket's descriptor is that of a change: sending has cleared it."""
+    connection, _ = stood
+    transport, loop, called = TcpTransport(connection, RowsHere(SPEC, 4), 7), Loop(lambda: None), []
+    loop.call_soon = called.append
+    transport.send(ticket_of(connection))
+    assert not called
+    transport.watch(loop, (arrived := lambda: None))
+    transport.send(ticket_of(connection, 6))
+    transport.exchange(ticket_of(connection, 7), 0.0)
+    assert called == [arrived, arrived]
+    loop.is_closed = lambda: True
+    transport.send(ticket_of(connection, 8))
+    assert len(called) == 2
+    assert caller_of(transport, connection, RowsHere(SPEC, 4)) is None

@@ -309,6 +309,7 @@ def test_the_threads_of_a_loop_end_with_what_they_watch(world, transport, monkey
     assert not watchers()
     transport.send(ticket())
     (thread,) = watchers()
+    assert thread.daemon, "this process ends without it"
     if end == "another loop":
         transport.watch(loops[1], lambda: None)
     elif end == "replaced":
@@ -380,7 +381,7 @@ def test_thirty_two_lanes_share_a_thread_that_ends_with_the_last_of_them(world, 
     wait_until(lambda: not watchers(), 30, "the end of those of earlier tests")
     for lane in (0, native.RINGS_SLEEPERS - 1):
         words.add(rings, lane)
-    assert len(watchers()) == 1
+    assert [thread.daemon for thread in watchers()] == [True]
     words.add(rings, native.RINGS_SLEEPERS)
     assert len(watchers()) == 2
     words.remove(rings, 0)
@@ -393,6 +394,25 @@ def test_thirty_two_lanes_share_a_thread_that_ends_with_the_last_of_them(world, 
     wait_until(lambda: not watchers(), 30, "the end of the other")
     words.remove(rings, 1)
     words.pause(rings, 1)
+
+
+def test_a_lane_that_pauses_is_paused_on_its_own_word(world, monkeypatch):
+    told = []
+
+    class Word:
+        def __init__(self, _, lane):
+            self.first = lane // native.RINGS_SLEEPERS * native.RINGS_SLEEPERS
+            self.add = lambda lane: told.append(("add", self.first, lane))
+            self.pause = lambda lane: told.append(("pause", self.first, lane))
+            self.watch = lambda *_: None
+
+    monkeypatch.setattr(native, "ShmRingsWord", Word)
+    rings, words = world.begin(0, 10), Words()
+    for lane in (3, 40):
+        words.add(rings, lane)
+        words.pause(rings, lane)
+    words.close()
+    assert told == [("add", 0, 3), ("pause", 0, 3), ("add", 32, 40), ("pause", 32, 40)]
 
 
 def test_the_descriptor_of_words_is_closed_with_them(world):
