@@ -289,6 +289,7 @@ async def test_a_loop_is_notified_of_answers_on_rings_attached_before_it_watches
     for sequence in (1, 2):
         assert rings.collect() == [sequence]
         rings.answer()
+        await come(told)
         while not (answers := transport.receive(0)):
             await come(told)
         transport.settled(answers[0])

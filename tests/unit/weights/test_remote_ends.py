@@ -388,7 +388,7 @@ def test_a_reader_waits_for_a_first_publication_only_if_it_has_a_time_for_it(gat
     gateway.replies = [Timeout("nothing has been published")] * 100
     with pytest.raises(Timeout):
         reader.read(timeout=1.0)
-    assert sum(gateway.slept) == pytest.approx(0.9, abs=0.15)
+    assert 0.85 < sum(gateway.slept) < 1.05
 
 
 @pytest.mark.parametrize(("timeout", "waits"), [(None, 5.0), (2.0, 2.0)])
@@ -400,7 +400,7 @@ def test_a_reader_waits_some_seconds_for_a_gateway_that_is_being_restarted(gatew
     gateway.replies = [ServerGone("gone")] * 100
     with pytest.raises(ServerGone):
         reader.read(timeout=timeout)
-    assert sum(gateway.slept) == pytest.approx(waits, abs=0.25)
+    assert waits - 0.15 < sum(gateway.slept) < waits + 0.05
 
 
 def test_a_new_reader_does_not_wait_for_a_gateway(gateway):
