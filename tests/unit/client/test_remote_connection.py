@@ -488,6 +488,8 @@ def test_an_answer_is_written_to_its_rows_alone_and_kept_until_it_is_settled(scr
     assert (rows.columns.outputs["y"] == 9).all() and transport.holds(ticket)
     transport.settled(answer)
     assert not transport.receive(0) and not transport.holds(ticket)
+    connection.link.there = [reply_of(connection, outputs=[TWO])]
+    assert not transport.receive(0) and (rows.columns.outputs["y"] == 9).all(), "its rows may be another's by now"
 
 
 @pytest.mark.parametrize("late", ["of another connection", "that nobody waits for"])

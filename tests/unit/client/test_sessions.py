@@ -78,6 +78,32 @@ def test_a_gateway_reads_no_state_of_a_lost_session_and_one_that_it_sets_is_lost
     np.testing.assert_array_equal(sessions.infer(ones), [2] * N)
 
 
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_no_state_of_a_lost_session_is_read_also_if_its_step_was_never_sent(sessions, monkeypatch, as_coroutine):
+    """The engine has the state that the book expects, but the caller does not know that."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def read(reset=(False,) * N):
+        if as_coroutine:
+            return asyncio.run(sessions.exchange_state_async(range(N), list(reset), None, 30.0))
+        return sessions.get_state()
+
+    ones = np.ones((N, 1), np.float32)
+    sessions.infer(ones)
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions._requests.lane._transport, "exchange", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sessions.infer(ones)
+    for _ in range(2):
+        with pytest.raises(SessionLost) as lost:
+            read()
+        assert lost.value.sessions == [0, 1, 2, 3]
+    if as_coroutine:
+        np.testing.assert_array_equal(read([True] * N)["total"], [0] * N)
+
+
 def test_no_request_of_sessions_is_made_within_a_call_of_theirs(sessions):
     ones = np.ones((N, 1), np.float32)
     sessions.infer(ones)
