@@ -203,6 +203,7 @@ def test_a_call_that_failed_has_the_code_and_the_words_of_its_error(error, code,
         (OPEN, response({"y": FOUR, "t": b""}, shapes={"y": (3, 1, 2)}), "2 rows of .* were expected, came shape"),
         (OPEN, response({"y": FOUR, "t": b""}, shapes={"y": (2, 5, 2)}), "2 rows of .* were expected, came shape"),
         (OPEN, response({"y": FOUR, "t": b""}, shapes={"y": (2, -1, 2)}), "2 rows of .* were expected, came shape"),
+        (OPEN, response({"y": FOUR, "t": b""}, shapes={"y": ()}), "2 rows of .* were expected, came shape"),
         (OPEN, response({"y": FOUR, "t": b""}, shapes={"y": (2, 2, 2)}), "sizes are of 2 rows, 8 elements; 4 came"),
         (OPEN, response({"y": FOUR, "t": b""}, extents={"y": "1;1;0"}), "sizes are of 3 rows, 4 elements; 4 came"),
     ],
@@ -233,6 +234,15 @@ def test_reasons_of_rows_are_those_of_the_last_answer(code, parameters, told):
     assert answer.code == code and columns.failures(1, 2) == told
     assert columns.outputs["y"].any() == (code != Code.SESSION_LOST)
     assert answer.version == (0 if code == Code.SESSION_LOST else 6)
+
+
+def test_outputs_without_elements_have_their_size_too():
+    transport, calls, columns = made(OPEN)
+    columns.output_extents["y"][:] = 9
+    calls.answers = [response({"y": b"", "t": b"\0" * 8}, shapes={"y": (2, 0, 2), "t": (2,)})]
+    answer = transport.exchange(ticket(), 1.0)
+    assert answer.code == Code.OK, answer.message
+    assert columns.output_extents["y"][:, 0].tolist() == [9, 0, 0, 9]
 
 
 @pytest.mark.parametrize("how", ["extents", "one size"])
@@ -326,3 +336,64 @@ def test_a_callers_row_goes_out_as_it_lies_and_an_answer_of_known_form_comes_bac
         assert transport.caller(place_of(columns, **lacks)) is None
     other, _, columns = made(OPEN)
     assert other.caller(SimpleNamespace(input=1, outputs=1, rows=1)) is None
+
+
+def test_a_call_that_an_interrupt_kept_from_starting_is_not_waited_for():
+    transport, calls, _ = made(PLAIN)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    calls.start = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        transport.send(sent := ticket())
+    assert not transport.holds(sent), "the lane sends it again"
+
+
+def test_a_call_has_the_time_of_its_ticket_and_a_millisecond_at_least():
+    transport, calls, _ = made(PLAIN)
+    transport.send(ticket(left=2 * 10**9))
+    transport.send(ticket(6, left=10))
+    transport.exchange(ticket(7, left=2 * 10**9), 0.5)
+    assert [seconds for _, seconds in calls.asked] == [2.0, 0.001, 2.0]
+
+
+def test_a_call_within_the_reading_of_an_answer_leaves_it_to_the_call_that_reads(monkeypatch):
+    transport, calls, columns = made(PLAIN)
+    transport.send(sent := ticket())
+    calls.told[0](response({"y": FOUR}))
+    read, within = transport._read, []
+
+    def nested(*given):
+        if not within:
+            within.append((transport.is_reading(sent), list(transport.receive(0))))
+        return read(*given)
+
+    monkeypatch.setattr(transport, "_read", nested)
+    assert not transport.is_reading(sent)
+    (answer,) = transport.receive(0)
+    assert within == [(True, [])] and answer.code == Code.OK and not transport.is_reading(sent)
+    columns.outputs["y"][:] = 9
+    assert transport.receive(0) == [answer] and (columns.outputs["y"] == 9).all(), "it is not read again"
+
+
+def test_a_loop_is_told_of_calls_that_ended_until_the_lane_is_closed():
+    transport, calls, _ = made(PLAIN)
+    told = []
+    loop = SimpleNamespace(is_closed=lambda: False, call_soon=told.append)
+    transport.watch(loop, (arrived := lambda: None))
+    transport.send(ticket())
+    calls.told[0](response({"y": FOUR}))
+    assert told == [arrived]
+    transport.send(ticket(6))
+    transport.close()
+    calls.told[1](response({"y": FOUR}))
+    assert told == [arrived] and not transport.receive(0)
+
+
+def test_a_forked_childs_lane_has_no_calls():
+    transport, calls, _ = made(PLAIN)
+    transport.send(sent := ticket())
+    calls.told[0](response({"y": FOUR}))
+    transport.forked()
+    assert not transport.receive(0) and not transport.holds(sent)
