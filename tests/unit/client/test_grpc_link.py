@@ -12,6 +12,7 @@ import pytest
 from jurybox.client import ModelFailed, ModelNotFound, Refused, ServerGone, Timeout
 from jurybox.client.remote import grpc_link
 from jurybox.client.remote.grpc_link import CONTRACT, GrpcLink
+from jurybox.client.server import Server
 from jurybox.protocol import open_inference_pb2 as pb
 from jurybox.protocol.errors import SLEEPS
 from jurybox.protocol.spec import TensorSpec, plain_specs
@@ -240,6 +241,11 @@ def test_an_order_that_is_not_carried_out_in_time_goes_on_and_one_to_nobody_does
         gateway.answers[method] = Failure(grpc.StatusCode.UNAVAILABLE)
     with pytest.raises(ServerGone):
         ask()
+
+
+def test_an_order_has_all_of_its_time_since_a_gateway_answers_when_it_is_carried_out(gateway, reached):
+    Server("grpc://127.0.0.1:1", reached, 2.0).load("m", timeout=60.0)
+    assert gateway.asked[0][0] == "RepositoryModelLoad" and gateway.asked[0][2] == 60.0
 
 
 def test_nothing_is_loaded_if_it_may_not_be_kept(gateway, reached):
