@@ -540,3 +540,28 @@ def test_an_error_that_is_not_a_pieces_ends_the_request_of_sessions(
         assert caught.value is raised[0]
         assert len(lane.in_flight) == 2, "nobody waited for the pieces"
         del uncollected
+
+
+class Both(nn.Module):
+    """Two outputs, and a state that counts the steps."""
+
+    def forward(self, x, n):
+        return x, -x, n + 1
+
+
+def test_one_output_of_several_is_returned_alone_if_it_is_named() -> None:
+    number = TensorSpec("float32")
+    model = ServedModel(Both(), {"x": number}, {"same": number, "less": number}, state={"n": number})
+    with InprocServer({"m": model}, max_batch=4, rows=32) as server, server.model("m", rows=1).sessions(2) as sessions:
+        two = np.array([1, 2], np.float32)
+        assert {name: rows.tolist() for name, rows in sessions.infer(two).items()} == {"same": [1, 2], "less": [-1, -2]}
+        for came in (
+            sessions.infer(two, output="less"),
+            sessions.infer(two[::-1].copy(), [1, 0], output="less")[::-1],
+            asyncio.run(sessions.infer_async(two, output="less")),
+        ):
+            assert came.tolist() == [-1, -2]
+        for ask in (sessions.infer, lambda x, **more: asyncio.run(sessions.infer_async(x, **more))):
+            with pytest.raises(SpecMismatch, match="has the outputs same, less: none is 'more'"):
+                ask(two, output="more")
+        assert sessions.get_state()["n"].tolist() == [4, 4], "a wrong name makes no step"
