@@ -9,6 +9,7 @@ import pytest
 
 from jurybox.client import ModelFailed, Refused, ServerGone, Timeout, connect
 from jurybox.client import server as server_module
+from jurybox.client.link import POLL
 from jurybox.client.server import Server
 from jurybox.protocol.control_pb2 import ModelMessage
 from jurybox.protocol.errors import Busy
@@ -87,7 +88,8 @@ def test_an_order_that_takes_longer_than_its_time_out_says_what_the_model_is_doi
     with pytest.raises(Timeout, match=r"^model 'm' is still loading after 1\.0 s$"):
         ORDERS[order](Server("ipc://here", link, 8.0), 1.0)
     assert 1.0 < sum(clock.slept) < 1.15 and link.asked[0][-2 if order == "load" else -1] == 1.0
-    assert min(one[2] for one in link.asked[1:]) > 0
+    left = [one[2] for one in link.asked[1:]]
+    assert left == sorted(left, reverse=True) and left[0] == 1.0 and left[-1] == POLL
 
 
 @pytest.mark.parametrize(
@@ -280,6 +282,47 @@ def test_an_address_or_an_option_of_no_known_form_is_refused_with_words(address,
 )
 def test_a_server_that_starts_is_waited_for_as_long_as_a_call_or_as_was_asked(monkeypatch, options, timeout, wait):
     links = []
-    monkeypatch.setattr("jurybox.client.local_link.LocalLink", lambda *given: links.append(given) or Link())
-    server = connect("ipc://here", **options, priority=1)
-    assert links == [("ipc://here", "auto", wait)] and (server.timeout, server.priority) == (timeout, 1)
+
+    def noted(*given):
+        links.append(given)
+        return Link()
+
+    for name in ("JURYBOX_SERVER_KEY", "JURYBOX_CLIENT_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for kind in ("local_link.LocalLink", "remote.tcp_link.TcpLink", "remote.grpc_link.GrpcLink"):
+        monkeypatch.setattr(f"jurybox.client.{kind}", noted)
+    for address in ("ipc://here", "tcp://[::1]:65535", "grpc://a:1", "grpcs://a:1"):
+        server = connect(address, **options, priority=1)
+        assert (server.address, server.timeout, server.priority) == (address, timeout, 1)
+    assert links == [
+        ("ipc://here", "auto", wait),
+        ("tcp://[::1]:65535", None, wait),
+        ("grpc://a:1", None, wait, None),
+        ("grpcs://a:1", None, wait, None),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["device", "bound"])
+def test_the_model_of_rows_on_a_device_is_closed_if_they_cannot_be_bound(monkeypatch, kind):
+    link, asked, closed, made = Link(), [], [], []
+
+    def fail(*given):
+        made.append(given)
+        raise Refused("no peer access")
+
+    for name in ("DeviceRows", "BoundRows"):
+        monkeypatch.setattr(f"jurybox.client.device_rows.{name}", fail)
+    monkeypatch.setattr("jurybox.protocol.device_memory.driver", lambda device: f"driver {device}")
+    server, model = Server("ipc://here", link, 8.0), SimpleNamespace(close=lambda: closed.append(True))
+    server.model = lambda *given, **more: asked.append((given, more)) or model
+    link.bind = lambda *_: None
+    with pytest.raises(Refused, match="no peer access"):
+        if kind == "device":
+            server.device_rows("m", 1, device=2)
+        else:
+            server.bound_rows("m", 1, {"x": (b"h", 0)}, {}, event=b"e")
+    assert closed == [True] and asked == [(("m",), {"rows": 1, "timeout": 8.0})]
+    of = ("driver 2",) if kind == "device" else ({"x": (b"h", 0)}, {}, b"e")
+    assert made == [(model, 1, *of, link.bind, 8.0)]
+    with pytest.raises(ValueError, match="rows"):
+        server.device_rows("m", 0)
