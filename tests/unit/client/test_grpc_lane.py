@@ -88,11 +88,12 @@ FOUR = np.arange(4, dtype=np.float32).tobytes()
 @pytest.mark.parametrize("version", ["6", "", "six", "٦", "9" * 20, "9" * 19])
 def test_an_answer_is_written_to_its_rows_and_names_its_version_if_it_has_one(version):
     transport, calls, columns = made(PLAIN)
-    calls.answers = [response({"y": FOUR}, version)]
-    answer = transport.exchange(ticket(), 1.0)
     number = int(version) if version in ("6", "9" * 19) else 0
-    assert answer == (5, Code.OK, "", number, 3)
-    assert columns.outputs["y"].tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
+    for _ in range(2):  # the form of the second answer is known
+        columns.outputs["y"][:] = 0
+        calls.answers = [response({"y": FOUR}, version)]
+        assert transport.exchange(ticket(), 1.0) == (5, Code.OK, "", number, 3)
+        assert columns.outputs["y"].tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
 
 
 def test_a_request_says_what_its_lane_wants_to_be_told():
