@@ -326,3 +326,9 @@ def test_the_model_of_rows_on_a_device_is_closed_if_they_cannot_be_bound(monkeyp
     assert made == [(model, 1, *of, link.bind, 8.0)]
     with pytest.raises(ValueError, match="rows"):
         server.device_rows("m", 0)
+
+
+def test_a_server_on_this_host_is_reached_on_linux_alone(monkeypatch):
+    monkeypatch.setattr(server_module, "sys", SimpleNamespace(platform="darwin"))
+    with pytest.raises(Refused, match="^ipc://here is for clients on the server's own host: "):
+        connect("ipc://here")

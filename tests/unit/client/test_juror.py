@@ -11,12 +11,13 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
+from jurybox.client import juror as juror_module
 from jurybox.client.juror import Juror, Passing, Scores, _ScoreCall, _Vote, score_output, weighted
 from jurybox.client.juror_calls import CallAnswer, WaitingCalls
 from jurybox.client.juror_rows import CallRows, fitted
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.protocol.errors import Code, ModelFailed, Refused, ServerGone, SpecMismatch
+from jurybox.protocol.errors import Busy, Code, ModelFailed, ModelNotFound, Refused, ServerGone, SpecMismatch, Timeout
 
 SPEC = ModelSpec("m", {"x": TensorSpec("float32", ())}, {"score": TensorSpec("float32", ())})
 
@@ -453,3 +454,143 @@ def test_a_task_that_is_cancelled_takes_its_call_back_and_one_that_waits_too_lon
         return waited.done(), dropped.begin(), await given.awaited(1000.0)
 
     assert asyncio.run(ask()) == (False, False, 5)
+
+
+# ---- a juror and its server
+
+
+class Host:
+    """A server whose models are scorers; it has lanes for so many, and panels."""
+
+    def __init__(self, engines=1, lanes=16, panels=None, refuses=lambda numbers: None):
+        self.of, self.lanes, self.panels, self.refuses = engines, lanes, panels or {}, refuses
+        self.asked, self.closed, self.made, self.connected = [], 0, [], []
+
+    def connect(self, address, *, timeout, priority):
+        self.connected.append((address, timeout, priority))
+        self.free = self.lanes
+        return self
+
+    def model(self, name, **more):
+        self.asked.append((name, more))
+        if name not in ("m", "b"):
+            raise ModelNotFound(f"no model {name!r}")
+        if not self.free:
+            raise Busy("no lane is free")
+        self.free -= 1
+        self.made.append(Scorer(self.refuses))
+        return self.made[-1]
+
+    def engines(self, name):
+        return self.of
+
+    def status(self):
+        return {"panels": self.panels}
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def hosted(monkeypatch):
+    """Make a juror of a host."""
+
+    def make(host, name="m", **more):
+        monkeypatch.setattr(juror_module, "connect", host.connect)
+        return Juror(name, address="/here", timeout=30.0, **more)
+
+    return make
+
+
+@pytest.mark.parametrize(("engines", "lanes", "models"), [(1, 16, 1), (3, 16, 3), (3, 2, 2), (40, 40, 16)])
+def test_a_juror_has_a_lane_for_each_engine_as_far_as_there_are_free_ones(hosted, engines, lanes, models):
+    host = Host(engines, lanes)
+    juror = hosted(host, priority=3)
+    assert juror.spec is None
+    assert juror.scores({"x": [1.0, 2.0]}, 2) == [1, 2] and juror.spec is SPEC
+    assert host.connected == [("/here", 30.0, 3)] and len(host.made) == models
+    assert host.asked[0] == ("m", {}) and all(one == ("m", {"wait": False}) for one in host.asked[1:])
+    assert juror.scores({"x": [3.0]}, 1).version == 1 and len(host.connected) == 1
+    juror.close()
+    juror.close()
+    assert host.closed == 1 and juror.spec is None
+    assert juror.scores({"x": [4.0]}, 1) == [4] and len(host.connected) == 2
+    juror.close()
+
+
+def test_calls_of_one_turn_of_a_loop_are_sent_together_and_each_gets_its_own(hosted):
+    host = Host()
+    juror = hosted(host)
+
+    async def both():
+        return await asyncio.gather(*(juror.scores_async({"x": [x, x + 1]}, 2) for x in (1.0, 5.0)))
+
+    assert asyncio.run(both()) == [[1, 2], [5, 6]] and host.made[0].sizes == [4]
+    juror.close()
+
+
+@pytest.mark.parametrize("panels", [{}, {"all": {"m": 1.0, "b": {"weight": 0.5, "address": "/there"}}}])
+def test_a_name_that_is_no_models_may_be_a_panels(hosted, panels):
+    host = Host(panels=panels)
+    juror = hosted(host, "all")
+    if not panels:
+        with pytest.raises(ModelNotFound, match="no model 'all'"):
+            juror.scores({"x": [2.0]}, 1)
+        assert host.closed == 1
+        return
+    scores = juror.scores({"x": [2.0, 4.0]}, 2)
+    assert scores == [3, 6] and scores.parts == {"m": [2, 4], "b": [2, 4]}
+    assert host.closed == 1, "the connection on which the panel was found"
+    assert sorted(address for address, *_ in host.connected[1:]) == ["/here", "/there"]
+    assert juror.scores({"x": [2.0]}, 1) == [3] and len(host.connected) == 3
+    juror.close()
+    assert host.closed == 3
+
+
+def test_a_member_that_is_not_there_is_no_panel_itself(hosted):
+    host = Host(panels={"other": {"m": 1.0}})
+    with pytest.raises(ModelNotFound, match="no model 'other'"):
+        hosted(host, {"m": 1.0, "other": 1.0}).scores({"x": [2.0]}, 1)
+
+
+def test_errors_that_may_pass_are_reasons_and_the_others_are_raised(hosted):
+    juror = hosted(Host(refuses=lambda numbers: Timeout("late")))
+    scores = juror.scores({"x": [1.0, 2.0]}, 2)
+    assert [(type(score), str(score)) for score in scores] == [(Passing, "late")] * 2 and scores.version == 0
+    juror.close()
+    juror = hosted(Host(refuses=lambda numbers: Refused("not now")))
+    with pytest.raises(Refused, match="not now"):
+        juror.scores({"x": [1.0, 2.0]}, 2)
+    with pytest.raises(SpecMismatch, match="expected a column"):
+        juror.scores({"y": [1.0]}, 1)
+    juror.close()
+
+
+def test_a_score_that_is_asked_for_within_the_thread_that_sends_is_computed_there(hosted):
+    """As a destructor does that the garbage collector runs in this thread: it must not wait for the thread."""
+    came = []
+
+    def nested(numbers):
+        if numbers == [1.0]:
+            came.append(juror.scores({"x": [7.0]}, 1))
+            with pytest.raises(Refused, match="scores of 'm.b' are under way, and this thread sends them"):
+                panel.scores({"x": [7.0]}, 1)
+
+    host = Host(refuses=nested)
+    juror = hosted(host)
+    panel = hosted(host, {"m": 1.0, "b": 1.0})
+    panel._members["m"] = (1.0, juror)
+    assert juror.scores({"x": [1.0]}, 1) == [1] and came == [[7]] and host.made[0].sizes == [1, 1]
+    juror.close()
+    panel.close()
+
+
+def test_a_pickled_juror_has_its_settings_and_connects_by_itself(hosted):
+    host = Host()
+    juror = hosted(host, inputs={"x": "column"}, priority=1)
+    juror.scores({"column": [1.0]}, 1)
+    other = pickle.loads(pickle.dumps(juror))
+    assert other.spec is None and other.scores({"column": [2.0]}, 1) == [2]
+    assert host.connected == [("/here", 30.0, 1)] * 2
+    juror.close()
+    other.close()
