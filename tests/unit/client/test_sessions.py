@@ -565,3 +565,19 @@ def test_one_output_of_several_is_returned_alone_if_it_is_named() -> None:
             with pytest.raises(SpecMismatch, match="has the outputs same, less: none is 'more'"):
                 ask(two, output="more")
         assert sessions.get_state()["n"].tolist() == [4, 4], "a wrong name makes no step"
+
+
+@pytest.mark.parametrize("session", [[1], None, [9]])
+def test_sessions_of_a_caller_that_was_interrupted_are_lost_only_if_they_may_have_advanced(session: Any) -> None:
+    book = SessionBook("m", 3)
+    before = book.advances
+    book.interrupted(session, before)
+    book.require(book.all)
+    book.stepped(np.array([1]), np.zeros(1, np.uint32))
+    book.interrupted(session, before)
+    if session == [9]:  # they were refused
+        book.require(book.all)
+        return
+    with pytest.raises(SessionLost) as lost:
+        book.require(book.all)
+    assert lost.value.sessions == (session or [0, 1, 2])
