@@ -18,12 +18,13 @@ from jurybox.protocol.control_pb2 import (
     ControlRequest,
     ErrorMessage,
     Lease,
+    LoadRequest,
     ModelRequest,
     StatusMessage,
     StatusRequest,
 )
 from jurybox.protocol.errors import Code, ProtocolMismatch, Timeout, TooManyFiles
-from jurybox.protocol.wire import PREFIX
+from jurybox.protocol.wire import MAX_CONTROL, PREFIX
 
 
 class Refused(zmq.Socket):
@@ -55,6 +56,7 @@ class Line:
 
     def __init__(self, server):
         self.server, self.closed, self.sent, self.there, self.full = server, False, [], [], False
+        self.monitored = False
         self.lost = SimpleNamespace(poll=lambda _: self.lost.there, recv_multipart=self.seen, close=self.seen, there=0)
 
     def seen(self):
@@ -81,10 +83,12 @@ class Line:
 
     def get_monitor_socket(self, events):
         assert events == zmq.EVENT_DISCONNECTED
+        self.monitored = True
         return self.lost
 
     def disable_monitor(self):
-        pass
+        assert not self.closed
+        self.monitored = False
 
     def close(self):
         self.closed = True
@@ -174,10 +178,22 @@ def test_an_error_of_the_server_is_raised_as_what_it_is(server, channel):
     assert ask(channel) == "told" and len(server.lines) == 1
 
 
-def test_a_name_that_no_model_can_have_is_not_sent(server, channel):
+def test_a_name_that_no_model_can_have_and_a_request_that_is_too_large_are_not_sent(server, channel):
     with pytest.raises((ModelNotFound, errors.Refused)):
         channel.call(9.0, model=ModelRequest(model="a" * 10_000))
+    with pytest.raises(errors.Refused, match="a control request has at most"):
+        channel.call(9.0, load=LoadRequest(model="m", settings_json="x" * (MAX_CONTROL + 1)))
     assert not server.lines[0].sent
+
+
+@pytest.mark.parametrize("context", ["stands", "has ended"])
+def test_a_connection_that_is_closed_leaves_neither_a_socket_nor_its_monitor(server, channel, context):
+    (line,) = server.lines
+    assert line.monitored == channel.is_far
+    if context == "has ended":
+        line.close()
+    channel.close()
+    assert line.closed and (context == "has ended" or not line.monitored)
 
 
 @pytest.mark.parametrize("why", ["its time is over", "nobody is there"])
