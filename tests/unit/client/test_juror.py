@@ -594,3 +594,21 @@ def test_a_pickled_juror_has_its_settings_and_connects_by_itself(hosted):
     assert host.connected == [("/here", 30.0, 1)] * 2
     juror.close()
     other.close()
+
+
+def test_calls_that_still_wait_when_their_juror_is_gone_get_an_error():
+    asked, made = [call(1), call(2)], WaitingCalls()
+    made.put(asked)
+    assert juror_module._serve(None, made, None)
+    for one in asked:
+        with pytest.raises(ServerGone, match="this juror was closed"):
+            one.answer.result(0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_an_array_is_taken_as_it_is_or_converted_to_the_models_dtype(dtype):
+    spec, given = TensorSpec("float32", (2,)), np.array([1, 2], dtype)
+    row = fitted("x", spec, given)
+    assert row.dtype == np.float32 and row.tolist() == [1, 2] and (row is given) == (dtype is np.float32)
+    strided = np.array([1, 0, 2, 0], dtype)[::2]
+    assert fitted("x", spec, strided).flags.c_contiguous and fitted("x", spec, strided).tolist() == [1, 2]
