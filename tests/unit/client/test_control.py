@@ -302,6 +302,18 @@ def test_a_call_waits_for_another_threads_only_as_long_as_it_may(server, channel
     assert raised and not server.lines[0].sent
 
 
+def test_a_far_servers_connection_is_opened_only_if_there_are_files_left_for_it(server, monkeypatch):
+    def require(files, what):
+        raise TooManyFiles(f"{what} needs {files} files")
+
+    monkeypatch.setattr(control, "require", require)
+    with pytest.raises(TooManyFiles, match="a connection to tcp://there:1 needs"):
+        Control(None, "tcp://there:1", server.open, far=lambda _: None)
+    assert not server.lines
+    Control(None, "ipc://here", server.open)
+    assert len(server.lines) == 1
+
+
 @pytest.mark.parametrize(("number", "error"), [(errno.EMFILE, TooManyFiles), (zmq.ENOTSOCK, zmq.ZMQError)])
 def test_a_process_without_files_left_for_a_socket_is_told_the_remedy(number, error):
     def socket(_):

@@ -612,3 +612,12 @@ def test_an_array_is_taken_as_it_is_or_converted_to_the_models_dtype(dtype):
     assert row.dtype == np.float32 and row.tolist() == [1, 2] and (row is given) == (dtype is np.float32)
     strided = np.array([1, 0, 2, 0], dtype)[::2]
     assert fitted("x", spec, strided).flags.c_contiguous and fitted("x", spec, strided).tolist() == [1, 2]
+
+
+def test_a_picture_alone_in_a_list_is_that_picture_and_several_are_no_row():
+    picture = pytest.importorskip("PIL.Image").new("L", (4, 2), 7)
+    spec = TensorSpec("uint8", (2, 4, 3))
+    for value in (picture, [picture], (picture,)):
+        assert (fitted("image", spec, value) == np.full((2, 4, 3), 7)).all()
+    with pytest.raises((SpecMismatch, TypeError, ValueError)):
+        fitted("image", spec, [picture, picture])
