@@ -6,6 +6,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+from tests.clocks import Clock, given
 
 from jurybox.client import ModelFailed, Refused, ServerGone, Timeout, connect
 from jurybox.client import server as server_module
@@ -42,15 +43,7 @@ class Link:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only while somebody sleeps."""
-    made = SimpleNamespace(now=100.0, slept=[])
-
-    def sleep(seconds):
-        made.slept.append(seconds)
-        made.now += seconds
-
-    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=sleep))
-    return made
+    return given(Clock(), monkeypatch, server_module)
 
 
 def message(state="ready", reason="", *, settled=True, **more):

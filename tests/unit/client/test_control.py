@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from tests.clocks import Clock, given
 
 from jurybox.client import Busy, ModelNotFound, ServerGone, control
 from jurybox.client.control import Control, new_socket
@@ -98,11 +99,12 @@ class Line:
         self.there.append(lambda: self.there.insert(0, [PREFIX, self.number if number is None else number, reply]))
 
 
-class Server:
+class Server(Clock):
     """The lines that a control connection has opened; its time passes only while somebody waits."""
 
     def __init__(self):
-        self.lines, self.prepared, self.now, self.polled, self.slept = [], [], 100.0, [], []
+        super().__init__()
+        self.lines, self.prepared, self.polled = [], [], []
 
     def open(self):
         self.lines.append(Line(self))
@@ -110,16 +112,10 @@ class Server:
             self.prepared.pop(0)(self.lines[-1])
         return self.lines[-1]
 
-    def sleep(self, seconds):
-        self.slept.append(seconds)
-        self.now += seconds
-
 
 @pytest.fixture
 def server(monkeypatch):
-    made = Server()
-    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
-    return made
+    return given(Server(), monkeypatch, control)
 
 
 @pytest.fixture(params=["local", "far"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from tests.clocks import Clock, given
 
 from jurybox.client import ModelFailed, ModelNotFound, Refused, ServerGone, Timeout
 from jurybox.client.remote import grpc_link
@@ -261,14 +262,7 @@ def test_nothing_is_loaded_if_it_may_not_be_kept(gateway, reached):
 @pytest.fixture
 def slept(monkeypatch):
     """What was slept; the time passes only then."""
-    made, now = [], [100.0]
-
-    def sleep(seconds):
-        made.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(grpc_link, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    return made
+    return given(Clock(), monkeypatch, grpc_link).slept
 
 
 def test_a_lane_has_as_many_rows_as_are_wanted_or_a_batch(gateway, reached):

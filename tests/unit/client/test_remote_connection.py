@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zmq
+from tests.clocks import Clock, given
 from tests.moments import each_moment
 from tests.serving import wait_until
 
@@ -16,6 +17,7 @@ from jurybox.client import ServerGone, connect
 from jurybox.client.control import Wires
 from jurybox.client.in_flight import InFlight
 from jurybox.client.link import RowsHere
+from jurybox.client.remote import connection as connection_module
 from jurybox.client.remote.connection import IDLE, Connection
 from jurybox.client.remote.tcp import SentRows, TcpTransport
 from jurybox.client.transports import zmq_socket
@@ -405,21 +407,9 @@ class Link:
         self.broken, self.ready = True, False
 
 
-class Clock:
-    """Stands still, but for `later`."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr("jurybox.client.remote.connection.time", made)
-    return made
+    return given(Clock(), monkeypatch, connection_module)
 
 
 @pytest.fixture

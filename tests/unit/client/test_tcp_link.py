@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from tests.clocks import Clock, given
 
 from jurybox.client import Busy, ModelFailed, Refused, ServerGone, Timeout, link
 from jurybox.client.remote import tcp_link
@@ -47,17 +48,7 @@ class Channel:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only while somebody sleeps."""
-    made = SimpleNamespace(now=100.0, slept=[])
-
-    def sleep(seconds):
-        made.slept.append(seconds)
-        made.now += seconds
-
-    made.module = SimpleNamespace(monotonic=lambda: made.now, sleep=sleep)
-    for module in (tcp_link, link):
-        monkeypatch.setattr(module, "time", made.module)
-    return made
+    return given(Clock(), monkeypatch, tcp_link, link)
 
 
 @pytest.fixture

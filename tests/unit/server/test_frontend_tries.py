@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clocks import Clock, given
 
 from jurybox.client import Busy, ModelFailed, ModelNotFound, RowFailed, ServerGone, SessionLost, SpecMismatch, Timeout
 from jurybox.protocol import ModelSpec, TensorSpec
@@ -62,10 +63,8 @@ class Tries:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    made = SimpleNamespace(now=1000.0, monotonic=lambda: made.now)
-    monkeypatch.setattr(module, "time", made)
-    return made
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return given(Clock(1000.0), monkeypatch, module)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +95,7 @@ def request(until: float = 1e9, reads: list[ModelSpec] | None = None, **more: An
     return RowsRequest("m", read, until, **more)
 
 
-async def test_an_answer_has_outputs_version_and_spec_and_is_recorded(clock: SimpleNamespace) -> None:
+async def test_an_answer_has_outputs_version_and_spec_and_is_recorded(clock: Clock) -> None:
     lanes = Tries()
     made, outcomes = frontend(lanes)
     reply = await made.compute(request(until=1060.0, priority=1, client="client"))  # type: ignore[arg-type]
@@ -199,9 +198,7 @@ async def test_a_model_that_fails_keeps_its_lane() -> None:
     assert not lanes.retired
 
 
-async def test_a_new_sequence_waits_a_moment_for_a_larger_lane_and_no_longer(
-    clock: SimpleNamespace, soon: list[float]
-) -> None:
+async def test_a_new_sequence_waits_a_moment_for_a_larger_lane_and_no_longer(clock: Clock, soon: list[float]) -> None:
     lanes = Tries(spec=KEEPING, rows=0, makeshift=True)
     made, outcomes = frontend(lanes)
     assert (await made.compute(stepping(0))).version == 7
@@ -225,9 +222,7 @@ async def test_a_new_sequence_waits_a_moment_for_a_larger_lane_and_no_longer(
     assert len(late.held) == 3 and outcomes == [("m", False)]
 
 
-async def test_a_patient_request_waits_for_rows_until_its_time_is_over(
-    clock: SimpleNamespace, soon: list[float]
-) -> None:
+async def test_a_patient_request_waits_for_rows_until_its_time_is_over(clock: Clock, soon: list[float]) -> None:
     made, _ = frontend(Tries())
 
     async def busy(*_: Any) -> Any:
@@ -246,7 +241,5 @@ async def test_a_patient_request_waits_for_rows_until_its_time_is_over(
 @pytest.mark.parametrize(
     ("seconds", "left"), [((), 60.0), ((None,), 60.0), ((5.0, None, 3.0), 3.0), ((100.0,), 60.0), ((0.0,), 0.0)]
 )
-def test_a_request_waits_as_long_as_it_says_and_a_minute_at_most(
-    clock: SimpleNamespace, seconds: Any, left: float
-) -> None:
+def test_a_request_waits_as_long_as_it_says_and_a_minute_at_most(clock: Clock, seconds: Any, left: float) -> None:
     assert deadline(*seconds) == 1000.0 + left

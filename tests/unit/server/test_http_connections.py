@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from tests.clocks import Clock, given
+from tests.wires import Wire
 
 from jurybox import native
 from jurybox.server.gateway import http_connection
@@ -13,42 +13,6 @@ from jurybox.server.security.limits import ANSWERS, SILENCE
 from jurybox.server.security.pace import Turns
 
 MIB = 1 << 20
-
-
-class Beneath:
-    """A transport that notes what it is asked for."""
-
-    def __init__(self, *, tls=False):
-        self.sent, self.unsent, self.tls = b"", 0, tls
-        self.closed = self.aborted = self.ended = False
-        self.reads = True
-
-    def write(self, data):
-        self.sent += data
-
-    def get_write_buffer_size(self):
-        return self.unsent
-
-    def is_closing(self):
-        return self.closed or self.aborted
-
-    def close(self):
-        self.closed = True
-
-    def abort(self):
-        self.aborted = True
-
-    def can_write_eof(self):
-        return not self.tls
-
-    def write_eof(self):
-        self.ended = True
-
-    def pause_reading(self):
-        self.reads = False
-
-    def resume_reading(self):
-        self.reads = True
 
 
 class Parsed:
@@ -83,9 +47,7 @@ class Connection(Counted, Parsed):
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(http_connection, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return clock
+    return given(Clock(), monkeypatch, http_connection)
 
 
 @pytest.fixture
@@ -96,8 +58,8 @@ def connect(clock, monkeypatch):
     monkeypatch.setattr(Connection, "turns", Turns(), raising=False)
     monkeypatch.setattr(Connection, "connections", set(), raising=False)
 
-    def connected(data=b"", **more):
-        connection, beneath = Connection(), Beneath(**more)
+    def connected(data=b"", *, tls=False):
+        connection, beneath = Connection(), Wire(can_end=not tls)
         connection.connection_made(beneath)
         if data:
             connection.data_received(data)

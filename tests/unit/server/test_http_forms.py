@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from tests.wires import Wire
 from uvicorn.server import ServerState
 
 from jurybox import native
@@ -18,34 +19,6 @@ from jurybox.server.security.limits import HTTP, RECEIVED
 
 pytest.importorskip("httptools")
 HEAD = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-
-
-class Transport(asyncio.Transport):
-    def __init__(self):
-        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
-        self.told = b""
-        self.closing = False
-
-    def write(self, data):
-        self.told += data
-
-    def is_closing(self):
-        return self.closing
-
-    def close(self):
-        self.closing = True
-
-    def pause_reading(self):
-        pass
-
-    def resume_reading(self):
-        pass
-
-    def can_write_eof(self):
-        return False
-
-    def get_write_buffer_size(self):
-        return 0
 
 
 async def app(scope, receive, send):
@@ -68,7 +41,7 @@ async def line(budget):
 
     def connect():
         made = kind(config=config, server_state=ServerState(), app_state={})
-        made.connection_made(Transport())
+        made.connection_made(Wire(peer=("127.0.0.1", 1)))
         return made
 
     return connect
@@ -101,7 +74,7 @@ async def test_a_body_for_which_there_is_no_room_goes_the_usual_way_and_holds_no
     one.data_received(b"x" * 200)
     assert native.Account(budget, HTTP).take(RECEIVED, 600) == 0
     await asyncio.sleep(0.05)
-    assert one.transport.told.startswith(b"HTTP/1.1 418")
+    assert one.transport.sent.startswith(b"HTTP/1.1 418")
     one.connection_lost(None)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.clocks import Clock, given
 from tests.loops import turns
 
 from jurybox.server.frontend import waiting_rows
@@ -46,12 +46,10 @@ class Notes:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of tickets, which a test sets. Their looks follow each other at once."""
-    made = SimpleNamespace(now=100.0, monotonic=lambda: made.now)
-    monkeypatch.setattr(waiting_rows, "time", made)
     monkeypatch.setattr(waiting_rows, "LOOK_AFTER", 0.0)
-    return made
+    return given(Clock(), monkeypatch, waiting_rows)
 
 
 def pending(*answers: Any, until: float = 100.0) -> tuple[PendingTicket, LookedAt, Notes]:
@@ -60,7 +58,7 @@ def pending(*answers: Any, until: float = 100.0) -> tuple[PendingTicket, LookedA
 
 
 @pytest.mark.parametrize("last", [True, RuntimeError("unreadable")])
-async def test_a_ticket_is_looked_at_until_it_is_answered_and_told_once(clock: SimpleNamespace, last: object) -> None:
+async def test_a_ticket_is_looked_at_until_it_is_answered_and_told_once(clock: Clock, last: object) -> None:
     sent, ticket, coalescer = pending(False, False, last)
     sent.look()
     assert not sent.done() and not coalescer.events
@@ -72,7 +70,7 @@ async def test_a_ticket_is_looked_at_until_it_is_answered_and_told_once(clock: S
     assert len(coalescer.events) == 1 and len(ticket.looks) == 3 and not ticket.given_up
 
 
-async def test_a_ticket_whose_answer_is_told_meanwhile_is_not_looked_at_again(clock: SimpleNamespace) -> None:
+async def test_a_ticket_whose_answer_is_told_meanwhile_is_not_looked_at_again(clock: Clock) -> None:
     sent, ticket, coalescer = pending("told")
     sent.look()
     assert sent.done() and not coalescer.events, "its coalescer may be in the middle of sending it"
@@ -85,7 +83,7 @@ async def test_a_ticket_whose_answer_is_told_meanwhile_is_not_looked_at_again(cl
     assert ticket.looks == [False] and coalescer.events == [("on_answer", other)]
 
 
-async def test_a_ticket_is_ended_when_it_is_overdue_and_not_before(clock: SimpleNamespace) -> None:
+async def test_a_ticket_is_ended_when_it_is_overdue_and_not_before(clock: Clock) -> None:
     sent, ticket, coalescer = pending(False)
     for now in (100.0, 100.0 + OVERDUE):
         clock.now = now
@@ -97,7 +95,7 @@ async def test_a_ticket_is_ended_when_it_is_overdue_and_not_before(clock: Simple
     sent.cancel()
 
 
-async def test_a_ticket_that_is_sent_late_is_looked_at_once_in_any_case(clock: SimpleNamespace) -> None:
+async def test_a_ticket_that_is_sent_late_is_looked_at_once_in_any_case(clock: Clock) -> None:
     sent, ticket, coalescer = pending(True, until=0.0)
     sent.look()
     await turns()
@@ -105,9 +103,7 @@ async def test_a_ticket_that_is_sent_late_is_looked_at_once_in_any_case(clock: S
 
 
 @pytest.mark.parametrize("looked", [False, True])
-async def test_a_cancelled_ticket_frees_its_rows_and_is_not_looked_at_again(
-    clock: SimpleNamespace, looked: bool
-) -> None:
+async def test_a_cancelled_ticket_frees_its_rows_and_is_not_looked_at_again(clock: Clock, looked: bool) -> None:
     sent, ticket, coalescer = pending(False)
     if looked:
         sent.look()

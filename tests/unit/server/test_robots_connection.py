@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.loops import turns
+from tests.wires import Wire
 from websockets.exceptions import ConnectionClosed
 from websockets.server import ServerProtocol
 
@@ -26,37 +27,6 @@ def frame(data, opcode=2, *, fin=True):
     size = len(data)
     head = bytes((128 + size,)) if size < 126 else b"\xfe" + size.to_bytes(2) if size < 1 << 16 else None
     return bytes((fin << 7 | opcode,)) + (head or b"\xff" + size.to_bytes(8)) + bytes(4) + data
-
-
-class Wire(asyncio.Transport):
-    """Keeps what is written, and whether anybody reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.written, self.reads, self.ended = b"", True, False
-
-    def write(self, data):
-        self.written += data
-
-    def pause_reading(self):
-        self.reads = False
-
-    def resume_reading(self):
-        self.reads = True
-
-    def abort(self):
-        self.ended = True
-
-    close = abort
-
-    def is_closing(self):
-        return self.ended
-
-    def can_write_eof(self):
-        return False
-
-    def set_write_buffer_limits(self, high=None, low=None):
-        pass
 
 
 class Paces:
@@ -114,8 +84,8 @@ class Port:
         """A connection whose handshake is done."""
         robot, wire = self.comes()
         await turns()
-        assert wire.written.startswith(b"HTTP/1.1 101")
-        wire.written = b""
+        assert wire.sent.startswith(b"HTTP/1.1 101")
+        wire.sent = b""
         return robot, wire
 
     @property
@@ -137,8 +107,8 @@ async def port(monkeypatch):
 
 def told(wire):
     """The code and the reason of a close."""
-    assert wire.written[0] == 0x88
-    return int.from_bytes(wire.written[2:4]), wire.written[4:].decode()
+    assert wire.sent[0] == 0x88
+    return int.from_bytes(wire.sent[2:4]), wire.sent[4:].decode()
 
 
 async def parts(robot, count):
@@ -155,9 +125,9 @@ async def test_a_message_may_have_many_frames_and_is_counted_with_what_each_take
     robot, wire = await port.joined()
     for _ in range(2):  # each message has as many
         taking = await parts(robot, 1023)
-        assert port.held > 100 * 1023 and not wire.written
+        assert port.held > 100 * 1023 and not wire.sent
         robot.data_received(frame(b"x", 0))
-        assert robot.is_ahead and not wire.written
+        assert robot.is_ahead and not wire.sent
         assert await taking == b"x" * 1024
         assert not robot.is_ahead and port.held == 0
 
@@ -168,7 +138,7 @@ async def test_one_frame_too_many_ends_the_connection_soon(port, monkeypatch):
     taking = await parts(robot, 1024)
     assert told(wire) == (1009, "a message may have 1024 frames: send fewer and larger ones")
     async with asyncio.timeout(20):
-        while not wire.ended:  # noqa: ASYNC110
+        while not wire.is_closing():  # noqa: ASYNC110
             await asyncio.sleep(0)
     robot.connection_lost(None)
     with pytest.raises(ConnectionClosed):
@@ -195,13 +165,13 @@ async def test_a_message_without_room_ends_its_connection_and_what_follows_is_dr
     robot, wire = await port.joined()
     message = frame(b"x" * 3000)
     robot.data_received(message[:1000])
-    assert not wire.written and port.held > 900
+    assert not wire.sent and port.held > 900
     robot.data_received(message[1000:2500])
     code, why = told(wire)
     assert code == 1013 and "this connection" in why
-    before = wire.written
+    before = wire.sent
     robot.data_received(message[2500:])
-    assert wire.written == before and port.held == 0 and not robot.is_ahead
+    assert wire.sent == before and port.held == 0 and not robot.is_ahead
     robot.connection_lost(None)
     assert port.held == 0
 
@@ -246,7 +216,7 @@ async def test_parsing_ends_its_turn_and_goes_on_when_others_had_theirs(port):
         robot.data_received(b"")  # is not parsed before its turn
         port.turns.waiting.pop().go_on()
     assert wire.reads and port.held == 0
-    assert wire.written == (b"\x8a\x0a" + b"a" * 10) * 1000, "each ping got its pong"
+    assert wire.sent == (b"\x8a\x0a" + b"a" * 10) * 1000, "each ping got its pong"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +236,7 @@ async def test_a_connection_that_is_closing_is_not_read_on(port):
     robot, wire = await port.joined()
     robot.pause_writing()
     robot.data_received(frame(b"ab"))
-    wire.ended = True
+    wire.aborted = True
     robot.resume_writing()
     assert not wire.reads and not robot.is_ahead
 
@@ -275,17 +245,17 @@ async def test_a_connection_that_is_closing_is_not_read_on(port):
 async def test_of_too_many_that_wait_for_a_place_the_one_that_was_silent_for_longest_is_ended(port, kind):
     wires = [port.comes(hello=True, placed=kind == "one has a place")[1]]
     wires += [port.comes(hello=kind == "all said hello")[1] for _ in range(WAITING)]
-    assert not any(wire.ended for wire in wires)
+    assert not any(wire.is_closing() for wire in wires)
     port.comes(hello=False)
     gone = 0 if kind == "all said hello" else 1
-    assert [i for i, wire in enumerate(wires) if wire.ended] == [gone]
+    assert [i for i, wire in enumerate(wires) if wire.is_closing()] == [gone]
 
 
 async def test_one_that_was_heard_again_is_not_the_longest_silent(port):
     robots = [port.comes(hello=False) for _ in range(WAITING + 1)]
     robots[0][0].data_received(b"GET ")
     port.comes(hello=False)
-    assert [wire.ended for _, wire in robots].index(True) == 1
+    assert [wire.is_closing() for _, wire in robots].index(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -305,7 +275,7 @@ async def test_one_of_too_many_that_says_no_hello_in_time_is_ended(port, others,
     if not placed and not hello:
         assert len(port.open) == others + 1
     robot.end_silent(99.999 + 0.001 + seconds)
-    assert wire.ended is ended and (robot in port.open) is not ended
+    assert wire.is_closing() is ended and (robot in port.open) is not ended
 
 
 @pytest.mark.parametrize("sent", [frame(b"x" * 100)[:50], frame(b"x", fin=False), frame(b"x" * 100)[:1], None])
@@ -315,10 +285,10 @@ async def test_a_message_that_does_not_go_on_is_ended_after_some_time(port, sent
     if sent:
         robot.data_received(sent)
     robot.end_silent(began + SILENCE - 0.001)
-    assert not wire.written
+    assert not wire.sent
     robot.end_silent(began + SILENCE)
     if sent is None:
-        assert not wire.written
+        assert not wire.sent
     else:
         assert told(wire) == (1001, "a message was not complete, and nothing came for 30 s")
         assert port.held < 1000
@@ -330,14 +300,14 @@ async def test_a_message_that_waits_for_its_turn_is_not_ended(port):
     robot.pause_writing()
     robot.data_received(frame(b"x" * 100)[:50])
     robot.end_silent(port.now + SILENCE + 1)
-    assert not wire.written
+    assert not wire.sent
 
 
 async def test_a_hello_without_room_ends_its_connection_at_once(monkeypatch):
     port = Port(monkeypatch, each=2000)
     robot, wire = port.comes(hello=False)
     robot.data_received(b"GET / HTTP/1.1\r\nX: " + b"a" * 3000)
-    assert wire.ended and not wire.written
+    assert wire.is_closing() and not wire.sent
     robot.connection_lost(None)
     assert port.held == 0
 
@@ -348,9 +318,9 @@ async def test_what_comes_without_room_while_a_connection_closes_leaves_it_its_t
     closing = asyncio.create_task(robot.close(1012, "later"))
     await turns()
     assert told(wire) == (1012, "later")
-    before = wire.written
+    before = wire.sent
     robot.data_received(frame(b"x" * 3000)[:2500])
-    assert not wire.ended and wire.written == before
+    assert not wire.is_closing() and wire.sent == before
     robot.connection_lost(None)
     await closing
     assert port.held == 0

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from tests.loops import turns
+from tests.wires import Wire
 
 from jurybox import native
 from jurybox.server.gateway import grpc_calls
@@ -72,36 +73,8 @@ class Clock:
         return getattr(self._loop, name)
 
 
-class Wire:
-    """A transport that notes what it is asked for."""
-
-    def __init__(self, peer=("127.0.0.1", 5000)):
-        self.peer, self.sent, self.unsent = peer, b"", 0
-        self.closed, self.aborted, self.reads = False, False, True
-
-    def get_extra_info(self, _name):
-        return self.peer
-
-    def write(self, data):
-        self.sent += data
-
-    def get_write_buffer_size(self):
-        return self.unsent
-
-    def close(self):
-        self.closed = True
-
-    def abort(self):
-        self.aborted = True
-
-    def is_closing(self):
-        return self.closed or self.aborted
-
-    def pause_reading(self):
-        self.reads = False
-
-    def resume_reading(self):
-        self.reads = True
+class Http2Wire(Wire):
+    """A transport to a peer that reads frames."""
 
     @property
     def frames(self):
@@ -144,9 +117,9 @@ class Port:
         async for request in requests:
             yield 2 * request
 
-    def connected(self, data=HELLO, **wire):
+    def connected(self, data=HELLO, peer=("127.0.0.1", 5000)):
         """Return a connection that has sent these bytes, and its transport."""
-        connection, wire = RpcConnection(self.calls), Wire(**wire)
+        connection, wire = RpcConnection(self.calls), Http2Wire(peer=peer)
         connection.connection_made(wire)
         if data:
             heard(connection, data)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.clocks import Clock, given
 from typer.testing import CliRunner
 
 import jurybox.client
@@ -162,25 +163,22 @@ def test_the_last_six_events_are_shown(scene):
 # The command.
 
 
-class WatchingTime:
-    """Time that passes only in `sleep`; what happens then is a list of functions."""
+class WatchingTime(Clock):
+    """A clock for which a list of functions says what happens in each sleep."""
 
     def __init__(self) -> None:
-        self.now, self.slept, self.happens = 50.0, list[float](), list[Callable[[], None]]()
-
-    def monotonic(self) -> float:
-        return self.now
+        super().__init__()
+        self.happens = list[Callable[[], None]]()
 
     def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
+        super().sleep(seconds)
         self.happens.pop(0)()
 
 
 @pytest.fixture
 def clock(monkeypatch) -> WatchingTime:
     made = WatchingTime()
-    monkeypatch.setattr(top, "time", made)
+    given(made, monkeypatch, top)
     return made
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
+from tests.clocks import Clock, given
 
 pytest.importorskip("grpc")
 from jurybox.client.remote import weights
@@ -79,20 +78,17 @@ class Stream:
         self.alive = False
 
 
-class Gateway:
+class Gateway(Clock):
     """Answers with what `replies` has, on any stream; time passes only while somebody sleeps."""
 
     def __init__(self):
-        self.streams, self.replies, self.slept, self.now, self.untils = [], [], [], 100.0, []
+        super().__init__()
+        self.streams, self.replies, self.untils = [], [], []
         self.refusals = (Code.REFUSED, Code.SPEC_MISMATCH, Code.TIMEOUT)
 
     def open(self, channel, method, message, metadata, timeout):
         self.streams.append(Stream(self, metadata))
         return self.streams[-1]
-
-    def sleep(self, seconds):
-        self.slept.append(seconds)
-        self.now += seconds
 
     @property
     def parts(self):
@@ -102,9 +98,8 @@ class Gateway:
 
 @pytest.fixture
 def gateway(monkeypatch):
-    made = Gateway()
+    made = given(Gateway(), monkeypatch, weights)
     monkeypatch.setattr(weights, "RemoteStream", made.open)
-    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     return made
 
 
