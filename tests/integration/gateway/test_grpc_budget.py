@@ -10,7 +10,8 @@ import time
 
 import grpc
 import pytest
-from tests.integration.gateway.test_grpc_http2 import MIB, PREFACE, Served, frame, head_of_a_call
+from tests.http2_frames import PREFACE, WINDOW, frame, head
+from tests.integration.gateway.test_grpc_http2 import MIB, Served
 from tests.serving import wait_until
 
 from jurybox import native
@@ -20,7 +21,6 @@ from jurybox.server.security.access import Access
 from jurybox.server.security.limits import ANSWERS, CALLS, RECEIVED, Watch
 
 pytestmark = pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")
-RESET, GO_AWAY, WINDOW = 3, 7, 8
 SETTINGS = frame(4, 0, 0)
 NO_WINDOW = frame(4, 0, 0, struct.pack(">HI", 4, 0))  # SETTINGS: no byte of an answer may be sent
 
@@ -106,7 +106,7 @@ def message(size, content=b""):
 def test_messages_that_never_end_are_refused_beyond_a_connections_share(served, echo):
     with Attacker(served) as attacker:
         for call in range(1, 41, 2):
-            attacker.send(head_of_a_call(call) + data(call, message(MIB, b"x" * 16_000)))
+            attacker.send(head(call, b"/t.T/echo") + data(call, message(MIB, b"x" * 16_000)))
             for _ in range(56):
                 attacker.send(data(call, b"x" * 16_000))
         wait_until(lambda: len(attacker.ended) == 17, 20, "the calls are refused")
@@ -117,7 +117,7 @@ def test_messages_that_never_end_are_refused_beyond_a_connections_share(served, 
 def test_a_message_that_does_not_go_on_is_ended(served, echo):
     began = time.monotonic()
     with Attacker(served) as attacker:
-        attacker.send(head_of_a_call(1) + data(1, message(MIB, b"x" * 1000)))
+        attacker.send(head(1, b"/t.T/echo") + data(1, message(MIB, b"x" * 1000)))
         wait_until(lambda: served.budget.held(RECEIVED) >= MIB, 20, "the message has begun")
         watch = Watch(served.budget, [served.server.connections])
 
@@ -135,7 +135,7 @@ def test_answers_that_nobody_reads_are_refused_beyond_a_connections_share(served
     with Attacker(served, NO_WINDOW) as attacker:
         for call in range(1, 101, 2):
             content = bytes([call]) * 300_000
-            attacker.send(head_of_a_call(call))
+            attacker.send(head(call, b"/t.T/echo"))
             for at in range(0, 300_000, 15_000):
                 part = content[at : at + 15_000]
                 attacker.send(data(call, part if at else message(300_000) + part, ends=at == 285_000))
@@ -154,7 +154,7 @@ def test_a_reader_that_leaves_no_room_for_others_is_ended(served, echo, monkeypa
     try:
         for attacker in attackers:
             for call in range(1, 9, 2):
-                attacker.send(head_of_a_call(call))
+                attacker.send(head(call, b"/t.T/echo"))
                 for at in range(0, MIB - 6, 16_000):
                     part = bytes(min(16_000, MIB - 6 - at))
                     attacker.send(data(call, part if at else message(MIB - 6) + part, ends=at + 16_000 >= MIB - 6))
@@ -180,7 +180,7 @@ def test_calls_that_the_server_must_reset_end_their_connection(served, echo):
     with Attacker(served) as attacker:
         try:
             for call in range(1, 10_000, 2):
-                attacker.send(head_of_a_call(call) + frame(WINDOW, 0, call, b"\x7f\xff\xff\xff"))
+                attacker.send(head(call, b"/t.T/echo") + frame(WINDOW, 0, call, b"\x7f\xff\xff\xff"))
         except OSError:
             pass
         assert attacker.over.wait(20)

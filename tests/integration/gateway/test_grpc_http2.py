@@ -18,6 +18,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 from tests.collecting import collecting_often
+from tests.http2_frames import HELLO, data_frame, frame, head
 
 from jurybox import native
 from jurybox.client.remote.grpc_channel import open_channel
@@ -26,7 +27,6 @@ from jurybox.server.gateway.grpc_server import GrpcServer, Service
 from jurybox.server.security.access import Access
 from jurybox.server.security.limits import GRPC, budget_of
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MIB = 1 << 20
 
 
@@ -263,20 +263,9 @@ def test_the_token_is_checked_before_a_message_is_read():
 # ---- handwritten frames
 
 
-def frame(kind, flags, stream, payload=b""):
-    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
-
-
-def literal(name, value):
-    return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
-
-
-def framed_call(stream, message, path=b"/t.T/echo", encoding=b""):
-    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"here"),
-              (b"content-type", b"application/grpc"), (b"te", b"trailers")]  # fmt: skip
-    fields += [(b"grpc-encoding", encoding)] if encoding else []
-    head = frame(1, 4, stream, b"".join(literal(*field) for field in fields))
-    return head + frame(0, 1, stream, bytes([bool(encoding)]) + struct.pack(">I", len(message)) + message)
+def framed_call(stream, content, path=b"/t.T/echo", encoding=b""):
+    more = [(b"grpc-encoding", encoding)] if encoding else []
+    return head(stream, path, *more) + data_frame(stream, content, compressed=bool(encoding))
 
 
 def connected(served):
@@ -308,7 +297,7 @@ def received_kinds(connection, wanted):
 
 def test_frames_of_these_helpers_are_understood(served):
     with connected(served) as connection:
-        connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, b"x"))
+        connection.sendall(HELLO + framed_call(1, b"x"))
         assert 0 in received_kinds(connection, 0)
 
 
@@ -317,13 +306,13 @@ def test_a_compressed_message_ends_at_its_end_mark(served, encoding, compress):
     packed = compress(b"x")
     for message, answered in ((packed, True), (packed * 2, False), (packed + b"x", False), (packed[:-1], False)):
         with connected(served) as connection:
-            connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, message, encoding=encoding))
+            connection.sendall(HELLO + framed_call(1, message, encoding=encoding))
             kind, flags = received_frames(connection, 1)[-1]
         assert kind == 1 and (flags & 1 == 0) == answered, message  # an error has nothing after its header
 
 
 def test_a_client_that_dies_after_any_byte_affects_no_other(served, channel):
-    whole = PREFACE + frame(4, 0, 0) + framed_call(1, b"0.2", b"/t.T/sleep") + framed_call(3, bytes(5000))
+    whole = HELLO + framed_call(1, b"0.2", b"/t.T/sleep") + framed_call(3, bytes(5000))
     for cut in range(1, len(whole), max(1, len(whole) // 60)):
         with connected(served) as connection:
             connection.sendall(whole[:cut])
@@ -333,7 +322,7 @@ def test_a_client_that_dies_after_any_byte_affects_no_other(served, channel):
 
 def test_endless_cancelled_calls_end_only_their_connection(served, channel):
     with connected(served) as connection:
-        connection.sendall(PREFACE + frame(4, 0, 0))
+        connection.sendall(HELLO)
         try:
             for stream in range(1, 20_001, 2):
                 connection.sendall(
@@ -351,7 +340,7 @@ def test_mutated_bytes_end_their_connection_or_are_read(served, channel):
     if "nghttp2" not in served.server.http2:
         pytest.skip("a path that is not UTF-8 ends grpcio's server")
     rng = random.Random(24)
-    valid = PREFACE + frame(4, 0, 0) + b"".join(framed_call(2 * i + 1, b"m" * i * 30) for i in range(6))
+    valid = HELLO + b"".join(framed_call(2 * i + 1, b"m" * i * 30) for i in range(6))
     for _ in range(300):
         mutated = bytearray(valid)
         for _ in range(rng.randrange(1, 6)):
@@ -372,7 +361,7 @@ def test_a_path_that_is_not_text_stops_no_server_for_good():
     for http2 in HTTP2:
         served = start(http2)
         with connected(served) as connection:
-            connection.sendall(PREFACE + frame(4, 0, 0) + framed_call(1, b"x", b"/t.T/\x8e"))
+            connection.sendall(HELLO + framed_call(1, b"x", b"/t.T/\x8e"))
             received_kinds(connection, 1)
         if http2 == "grpcio":  # its server ends, so the gateway's process ends and the supervisor starts another
             served.run(asyncio.wait_for(served.server.ended.wait(), 20))
@@ -382,26 +371,12 @@ def test_a_path_that_is_not_text_stops_no_server_for_good():
             served.close()
 
 
-def head_of_a_call(stream):
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": "/t.T/echo",
-        ":authority": "x",
-        "content-type": "application/grpc",
-    }
-    literal = b"".join(
-        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(text)]) + text.encode() for name, text in fields.items()
-    )
-    return frame(1, 4, stream, literal)
-
-
 def test_finalizers_may_use_a_connection_while_it_returns_events():
     """Creating the events may start the garbage collector, whose finalizers may run any code."""
     if missing := native.nghttp2()[1]:
         pytest.skip(missing)
     connection = native.GrpcConnection(MIB, 8192, 1000, native.Account(budget_of(MIB), GRPC))
-    connection.feed(PREFACE + frame(4, 0, 0), len(PREFACE) + 9)
+    connection.feed(HELLO, len(HELLO))
     events = []
     calls = itertools.count(1, 2)
     from_finalizers = []
@@ -411,7 +386,7 @@ def test_finalizers_may_use_a_connection_while_it_returns_events():
             self.own = self  # a cycle: only the collector frees it
 
         def __del__(self):
-            data = head_of_a_call(next(calls))
+            data = head(next(calls), b"/t.T/echo")
             from_finalizers.extend(connection.feed(data, len(data)))
 
     with collecting_often():
@@ -419,7 +394,7 @@ def test_finalizers_may_use_a_connection_while_it_returns_events():
             gc.disable()
             for _ in range(5):
                 Dropped()
-            data = b"".join(head_of_a_call(next(calls)) for _ in range(50))
+            data = b"".join(head(next(calls), b"/t.T/echo") for _ in range(50))
             gc.enable()
             events.extend(connection.feed(data, len(data)))
     assert len(from_finalizers) == 50

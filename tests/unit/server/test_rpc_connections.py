@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from tests.http2_frames import DATA, GOAWAY, HEAD, HELLO, PING, RESET, SETTINGS, data_frame, frame, head
 from tests.loops import turns
 from tests.wires import Wire
 
@@ -23,25 +24,11 @@ if missing := native.nghttp2()[1]:
     pytest.skip(missing, allow_module_level=True)
 
 MIB = 1 << 20
-DATA, HEAD, RESET, SETTINGS, PING, GOAWAY, WINDOW = 0, 1, 3, 4, 6, 7, 8
 
 
-def frame(kind, flags, stream, payload=b""):
-    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
-
-
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0)
-
-
-def head(number, path=b"/t.T/keep"):
-    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"here"),
-              (b"content-type", b"application/grpc"), (b"te", b"trailers")]  # fmt: skip
-    literals = (b"\0" + bytes((len(name),)) + name + bytes((len(text),)) + text for name, text in fields)
-    return frame(HEAD, 4, number, b"".join(literals))
-
-
-def message(number, content, *, ends=True):
-    return frame(DATA, int(ends), number, b"\0" + struct.pack(">I", len(content)) + content)
+def asked(number):
+    """A call of `keep` that is not complete."""
+    return head(number, b"/t.T/keep")
 
 
 class Clock:
@@ -174,7 +161,7 @@ async def test_a_peer_has_the_name_that_grpcio_gives_it(peer, named):
 
 async def test_the_end_of_a_connection_ends_all_that_belongs_to_it():
     port, gone = Port(), []
-    connection, wire = port.connected(HELLO + head(1) + message(1, b"x") + head(3, b"/t.T/Publish"))
+    connection, wire = port.connected(HELLO + asked(1) + data_frame(1, b"x") + head(3, b"/t.T/Publish"))
     ((content, call),) = port.kept
     assert content == b"x" and connection.busy and port.calls.busy and not connection.idle
     call.on_gone = lambda: gone.append("the call")
@@ -204,7 +191,7 @@ async def test_the_end_of_a_connection_ends_all_that_belongs_to_it():
 
 async def test_answers_wait_while_the_transport_is_full_and_are_counted():
     port = Port()
-    connection, wire = port.connected(HELLO + head(1) + message(1, b"x"))
+    connection, wire = port.connected(HELLO + asked(1) + data_frame(1, b"x"))
     wire.unsent = 1000
     connection.pause_writing()
     before = wire.sent
@@ -236,7 +223,7 @@ async def test_many_calls_at_once_are_handled_in_turns_while_nothing_is_read(mon
     monkeypatch.setattr(grpc_calls.Turns, "later", lambda _turns, who, _seconds: queued.append(who))
     connection, wire = port.connected()
     monkeypatch.setattr("jurybox.server.gateway.grpc_connection.time.monotonic", monotonic)
-    heard(connection, b"".join(head(number) + message(number, b"x") for number in range(1, 41, 2)))
+    heard(connection, b"".join(asked(number) + data_frame(number, b"x") for number in range(1, 41, 2)))
     sizes = [len(port.kept)]
     while queued:
         assert not wire.reads
@@ -252,7 +239,7 @@ async def test_many_calls_at_once_are_handled_in_turns_while_nothing_is_read(mon
 async def test_a_connection_beyond_the_most_is_ended_unless_another_one_is_idle(monkeypatch):
     monkeypatch.setattr(grpc_calls, "GRPC_CONNECTIONS", 3)
     port = Port()
-    works, quiet, later = (port.connected(data) for data in (HELLO + head(1) + message(1, b"x"), HELLO, HELLO))
+    works, quiet, later = (port.connected(data) for data in (HELLO + asked(1) + data_frame(1, b"x"), HELLO, HELLO))
     refused, wire = port.connected(b"")
     assert wire.aborted and not wire.sent, "the others have said something just now"
     assert refused not in port.calls.connections and len(port.clock.timers) == 3
@@ -271,7 +258,7 @@ async def test_idle_connections_are_found_behind_any_number_of_busy_ones(monkeyp
     monkeypatch.setattr(grpc_calls, "GRPC_CONNECTIONS", 65)
     port = Port()
     for _ in range(64):
-        port.connected(HELLO + head(1) + message(1, b"x"))
+        port.connected(HELLO + asked(1) + data_frame(1, b"x"))
     idle, beneath = port.connected()
     port.clock.passes(2.0)
     assert port.connected()[1].aborted, "the oldest ones are looked at first"
@@ -281,7 +268,7 @@ async def test_idle_connections_are_found_behind_any_number_of_busy_ones(monkeyp
 
 async def test_a_stop_refuses_calls_and_ends_when_the_last_connection_has_gone():
     port = Port()
-    connection, wire = port.connected(HELLO + head(1) + message(1, b"x"))
+    connection, wire = port.connected(HELLO + asked(1) + data_frame(1, b"x"))
     stopping = asyncio.ensure_future(port.calls.stop(60.0))
     await turns()
     assert wire.answered() == [1] and GOAWAY in [kind for kind, *_ in wire.frames] and wire.closed
@@ -312,7 +299,7 @@ async def test_a_stop_waits_no_longer_than_its_grace():
 
 async def test_a_message_that_does_not_go_on_is_ended_after_a_while():
     port = Port()
-    connection, wire = port.connected(HELLO + head(1))
+    connection, wire = port.connected(HELLO + asked(1))
     part = b"\0" + struct.pack(">I", 1000) + bytes(10)
     heard(connection, frame(DATA, 0, 1, part))
     began = asyncio.get_running_loop().time()
@@ -348,23 +335,23 @@ async def test_a_method_is_looked_up_once_however_often_it_is_called():
 
 async def test_a_client_of_one_call_at_a_time_is_told_from_others():
     port = Port()
-    connection, _ = port.connected(HELLO + head(1) + message(1, b"x"))
+    connection, _ = port.connected(HELLO + asked(1) + data_frame(1, b"x"))
     first = port.kept[0][1]
     assert first.connection is connection.client is connection.alone is not None
-    heard(connection, head(3) + message(3, b"y"))
+    heard(connection, asked(3) + data_frame(3, b"y"))
     assert port.kept[1][1].connection is None and connection.alone is None
     first.reply(b"x")
     port.kept[1][1].reply(b"y")
-    heard(connection, head(5) + message(5, b"z"))
+    heard(connection, asked(5) + data_frame(5, b"z"))
     assert port.kept[2][1].connection is connection.client
     port.kept[2][1].reply(b"z")
-    heard(connection, head(7) + message(7, b"x") + head(9) + message(9, b"x"))
+    heard(connection, asked(7) + data_frame(7, b"x") + asked(9) + data_frame(9, b"x"))
     assert port.kept[3][1].connection is None, "two came at once"
 
 
 async def test_a_reset_ends_only_its_own_call():
     port, gone = Port(), []
-    connection, wire = port.connected(b"".join([HELLO, *(head(n) + message(n, b"x") for n in (1, 3))]))
+    connection, wire = port.connected(b"".join([HELLO, *(asked(n) + data_frame(n, b"x") for n in (1, 3))]))
     for number, (_, call) in zip((1, 3), port.kept, strict=True):
         call.on_gone = lambda number=number: gone.append(number)
     assert not connection.busy and not connection.idle, "they only read"
@@ -382,7 +369,7 @@ async def test_the_server_speaks_first_and_answers_all_that_came_at_once_with_on
     assert [data[3] for data in writes] == [SETTINGS]
     heard(connection, HELLO)
     writes.clear()
-    heard(connection, b"".join(head(number) + message(number, b"x") for number in range(1, 41, 2)))
+    heard(connection, b"".join(asked(number) + data_frame(number, b"x") for number in range(1, 41, 2)))
     assert len(writes) == 1, "no time has passed, so it was one turn, too"
     wire.sent = writes[0]
     assert wire.answered() == list(range(1, 41, 2)) and wire.reads
@@ -390,7 +377,7 @@ async def test_the_server_speaks_first_and_answers_all_that_came_at_once_with_on
 
 async def test_a_peer_that_says_farewell_is_disconnected_after_its_last_answer():
     port = Port()
-    connection, wire = port.connected(HELLO + head(1) + message(1, b"x"))
+    connection, wire = port.connected(HELLO + asked(1) + data_frame(1, b"x"))
     heard(connection, frame(GOAWAY, 0, 0, bytes(8)))
     assert not wire.closed
     port.kept[0][1].reply(b"y")
@@ -403,7 +390,7 @@ async def test_nothing_is_handled_of_a_connection_that_is_closing(monkeypatch):
     connection, wire = port.connected()
     ticks = iter(range(1000))
     monkeypatch.setattr("jurybox.server.gateway.grpc_connection.time.monotonic", lambda: float(next(ticks)))
-    heard(connection, b"".join(head(number) + message(number, b"x") for number in range(1, 41, 2)))
+    heard(connection, b"".join(asked(number) + data_frame(number, b"x") for number in range(1, 41, 2)))
     handled = len(port.kept)
     wire.close()
     queued.pop().go_on()
