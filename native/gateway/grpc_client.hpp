@@ -136,12 +136,12 @@ class GrpcClient {
         std::size_t sent = 0;  // of prefix and request
         Fields fields;
         std::size_t fields_bytes = 0;
-        std::uint8_t came[5] = {};
+        std::uint8_t came[kPrefix] = {};
         std::size_t prefix_have = 0, have = 0, want = 0;
         Message response;
         bool status_ok = false, answered = false;  // answered: the server has said everything
 
-        bool complete() const { return prefix_have == 5 && have == want; }
+        bool complete() const { return prefix_have == kPrefix && have == want; }
         std::size_t left() const { return kPrefix + request.size() - sent; }
     };
 
@@ -204,11 +204,11 @@ class GrpcClient {
     }
 
     void take_in(std::int32_t id, Call& call, const std::uint8_t* data, std::size_t size) {
-        if (call.prefix_have < 5) {
-            const std::size_t part = std::min(size, 5 - call.prefix_have);
+        if (call.prefix_have < kPrefix) {
+            const std::size_t part = std::min(size, kPrefix - call.prefix_have);
             std::memcpy(call.came + call.prefix_have, data, part);
             call.prefix_have += part, data += part, size -= part;
-            if (call.prefix_have < 5) return;
+            if (call.prefix_have < kPrefix) return;
             call.want = length_in(call.came);
             if (call.want > most_) return give_up(id, call, GrpcEnd::kTooLarge);
             if (call.came[0]) return give_up(id, call, GrpcEnd::kUnreadable);

@@ -163,7 +163,7 @@ class GrpcConnection {
     Sent answer(std::int32_t id, Message message) {
         Stream* stream = find(id);
         if (!stream || stream->finished) return Sent::kOver;
-        const std::size_t size = message.size() + 5;
+        const std::size_t size = message.size() + kPrefix;
         if (account_->take(Resource::kAnswers, size) != Refusal::kNone) return Sent::kRefused;
         stream->queued += size;
         stream->out.push_back(std::move(message));
@@ -251,7 +251,7 @@ class GrpcConnection {
         bool called = false;            // whether its event was reported
         std::int64_t began = 0, heard = 0;  // ns: its head, and the last byte of its messages
         std::size_t held = 0;           // bytes of kReceived
-        std::uint8_t prefix[5] = {};
+        std::uint8_t prefix[kPrefix] = {};
         std::size_t prefix_have = 0, have = 0, want = 0;
         Message message;
         bool ignored = false;  // whether further data is ignored
@@ -496,11 +496,11 @@ class GrpcConnection {
                 account_->owe(Resource::kReceived, size);
                 return;
             }
-            if (stream.prefix_have < 5) {
-                const std::size_t part = std::min(size, 5 - stream.prefix_have);
+            if (stream.prefix_have < kPrefix) {
+                const std::size_t part = std::min(size, kPrefix - stream.prefix_have);
                 std::memcpy(stream.prefix + stream.prefix_have, data, part);
                 stream.prefix_have += part, data += part, size -= part;
-                if (stream.prefix_have < 5) return;
+                if (stream.prefix_have < kPrefix) return;
                 stream.want = length_in(stream.prefix);
                 stream.have = 0;
                 if (stream.want > limits_.message) {
@@ -580,16 +580,16 @@ class GrpcConnection {
         std::size_t written = 0;
         while (written < room && !stream.out.empty()) {
             const Message& message = stream.out.front();
-            const std::size_t size = message.size(), total = 5 + size;
-            if (stream.at < 5) {
+            const std::size_t size = message.size(), total = kPrefix + size;
+            if (stream.at < kPrefix) {
                 const auto prefix = prefix_of(size);
-                const std::size_t part = std::min(room - written, 5 - stream.at);
+                const std::size_t part = std::min(room - written, kPrefix - stream.at);
                 std::memcpy(to + written, prefix.data() + stream.at, part);
                 stream.at += part, written += part;
-                if (stream.at < 5) break;
+                if (stream.at < kPrefix) break;
             }
             const std::size_t part = std::min(room - written, total - stream.at);
-            if (part) std::memcpy(to + written, message.data() + (stream.at - 5), part);
+            if (part) std::memcpy(to + written, message.data() + (stream.at - kPrefix), part);
             stream.at += part, written += part;
             if (stream.at == total) {
                 stream.out.pop_front();
