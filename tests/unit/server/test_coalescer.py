@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clocks import Clock, given
 from tests.loops import turns
 
 from jurybox.client import Busy, Error, ModelFailed, RowFailed, ServerGone, SessionLost, SpecMismatch, Timeout
 from jurybox.client.ticket import Reply
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, Refused
+from jurybox.server.frontend import coalescer as coalescer_module
 from jurybox.server.frontend.coalescer import RequestCoalescer
 from jurybox.server.frontend.lanes import SharedLane
 from jurybox.server.frontend.returns import Returns
@@ -454,12 +456,7 @@ async def answered_in_place(together, client):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that a test sets: what a ticket takes decides whether the loop blocks, and a loaded machine is slow."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(
-        "jurybox.server.frontend.coalescer.time",
-        SimpleNamespace(monotonic=lambda: clock.now),
-    )
-    return clock
+    return given(Clock(0.0), monkeypatch, coalescer_module)
 
 
 async def test_the_loop_blocks_for_the_answers_of_a_lone_client(clock):
