@@ -224,7 +224,9 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
             tritonclient.grpc.InferenceServerClient(crowd.where["grpc"])
         )  # fmt: skip
         assert rpc.is_server_ready()
-        held = crowd.ask(mood=1_000_000.0, patience=60.0)  # a second each, in which it drains
+        # Of their own: calls of the crowd's models wait for those that are under way.
+        late_models = [crowd.clients[door].model("moody", rows=1) for door in ("relay", "grpc client")]
+        held = crowd.ask(mood=5_000_000.0, patience=60.0)  # at least eight of them, of 5 s each, in which it drains
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{http}/health", timeout=10).status_code == 503, 10, "draining")
         assert httpx.get(f"{http}/health", timeout=10).json()["reasons"] == ["the server is draining"]
@@ -241,9 +243,9 @@ def test_while_it_drains_new_requests_are_refused_and_probes_answered(tmp_path, 
         assert not rpc.is_server_ready()
         with pytest.raises(InvalidStatus, match="503"):
             websocket(f"ws://{crowd.where['robots']['arm']}", compression=None)
-        for door in ("relay", "grpc client"):
+        for model in late_models:
             with pytest.raises(Refused, match="the server is stopping") as late:
-                crowd.models[door].infer(row(), timeout=60.0)  # behind those that are under way
+                model.infer(row(), timeout=60.0)
             assert late.value.code is Code.DRAINING
         with pytest.raises(Refused, match="stopping"):
             crowd.clients["relay"].model("policy")

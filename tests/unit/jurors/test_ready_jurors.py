@@ -268,6 +268,8 @@ def test_pictures_have_the_size_that_the_folder_tells_or_else_clips(
         {"crop_size": {"height": 8, "width": 8}},
         {"resample": 2},
         {"do_center_crop": False},
+        {"size": 8, "crop_size": {"height": 8, "width": 4}},
+        {"size": 8, "crop_size": {"height": 8}},
         {"size": {"height": 8, "width": 8}, "crop_size": {}},
         {"size": {}, "crop_size": 4},
         {"size": 0, "crop_size": 0},

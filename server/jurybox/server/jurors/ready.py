@@ -110,10 +110,11 @@ def _preprocessing(folder: Path) -> Preprocessing:
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     size, crop = config.get("size", 224), config.get("crop_size", 224)
     shortest = size.get("shortest_edge") if isinstance(size, dict) else size
-    square = crop.get("height") if isinstance(crop, dict) else crop
+    height, width = (crop.get("height"), crop.get("width")) if isinstance(crop, dict) else (crop, crop)
+    square = height if height == width else None
     if not square or shortest != square or config.get("resample", 3) != 3 or not config.get("do_center_crop", True):
         raise ValueError(
-            f"{file}: expected a bicubic filter (resample 3), and shortest_edge equal to crop_size with "
+            f"{file}: expected a bicubic filter (resample 3), and shortest_edge equal to crop_size, a square, with "
             f"do_center_crop, as CLIP's models have it; came {json.dumps({'size': size, 'crop_size': crop})[:200]}"
         )
     return Preprocessing(square, mean=tuple(config["image_mean"]), std=tuple(config["image_std"]))
