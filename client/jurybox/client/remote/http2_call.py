@@ -76,11 +76,13 @@ class LineCall:
         return self.deadline - time.monotonic()
 
     def finish(self, outcome: Outcome) -> None:
-        if self.outcome is None:
-            if self.done is not None:
-                self.done(outcome)  # first: an interrupt in between makes the call again, which may be told twice
+        if self.outcome is not None:
+            return
+        if (done := self.done) is not None:
+            done(outcome)  # first: an interrupt in between makes the call again, which may be told twice
+        if self.outcome is None:  # else a nested call has finished it meanwhile
             self.outcome = outcome
-            self.done = None  # which refers to this call: without it nothing is left to the garbage collector
+        self.done = None  # which refers to this call: without it nothing is left to the garbage collector
 
     def late(self) -> None:
         self.finish(Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))

@@ -263,12 +263,17 @@ class Http2Started:
             self._calls.lose(line)
             with contextlib.suppress(ValueError):  # a nested call has done so
                 self._lines.remove(line)
-        elif self._polled.get(line.descriptor) != (line, line.wants):
+        elif self._polled.get(descriptor := line.descriptor) != (line, wants := line.wants):
             try:
-                self._polls.register(line.descriptor, line.wants)
-            except FileExistsError:
-                self._polls.modify(line.descriptor, line.wants)
-            self._polled[line.descriptor] = line, line.wants
+                try:
+                    self._polls.register(descriptor, wants)
+                except FileExistsError:
+                    self._polls.modify(descriptor, wants)
+            except (OSError, ValueError):
+                if not line.broken:  # else a nested call has closed it
+                    raise
+            else:
+                self._polled[descriptor] = line, wants
 
     def _begin(self, call: LineCall, patience: float) -> None:
         """Begin a call; wait for room at most so many seconds."""
@@ -282,9 +287,12 @@ class Http2Started:
 
     def _forget(self, line: Line) -> None:
         """Stop polling a line that is about to be closed or used elsewhere."""
-        if self._polled.get(line.descriptor, (None,))[0] is line:
-            del self._polled[line.descriptor]
-            self._polls.unregister(line.descriptor)
+        descriptor = line.descriptor
+        if self._polled.get(descriptor, (None,))[0] is line:
+            with contextlib.suppress(OSError, ValueError):  # a nested call has done so
+                self._polls.unregister(descriptor)
+            # Last: if a nested call has closed this line, and polls another one here, `_tend` polls that again.
+            self._polled.pop(descriptor, None)
 
     def _tend(self, *, waits: bool) -> None:
         """Let calls begin again that no line carries, and end those whose time is over.
@@ -314,8 +322,8 @@ class Http2Started:
         for call in calls:
             if now >= call.deadline:
                 self._catch_up(call)
-                if call.outcome is None and call.line is not None:
-                    call.line.cancel(call)
+                if call.outcome is None and (carrier := call.line) is not None:
+                    carrier.cancel(call)
                 call.late()
             elif call.line is None and call.again_at <= now:
                 try:

@@ -191,8 +191,10 @@ class Line:
 
     def cancel(self, call: LineCall) -> None:
         """Tell the gateway, with the next bytes, that nobody wants the answer to a call any more."""
-        if self.calls.pop(call.number, None) is not None:
-            self._client.cancel(call.number)
+        number = call.number
+        if self.calls.get(number) is call:  # not if a nested call has begun it elsewhere, under a number of that line
+            self.calls.pop(number, None)
+            self._client.cancel(number)
         call.line = None
 
     def turn(self) -> bool:
