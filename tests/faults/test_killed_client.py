@@ -1,5 +1,10 @@
-"""kill -9 of a client: its rows are returned, and other clients are not affected."""
+"""kill -9 of a client: its rows are returned, and other clients are not affected.
 
+Programs that it has started live on, and hold nothing of it.
+"""
+
+import os
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -12,12 +17,12 @@ from jurybox.client import Busy
 from jurybox.server.supervisor.leases import GRACE
 
 HOLDER = """
-import sys, time, numpy
+import os, sys, time, numpy
 from jurybox.client import connect
 server = connect(sys.argv[1], transport=sys.argv[2], timeout=60.0)
 model = server.model("moody", rows=60, timeout=60.0)
 model.submit(numpy.full((8, 4), 300_000, numpy.float32))
-print("held", flush=True)
+print(os.posix_spawn("/bin/sleep", ["sleep", "100"], os.environ), flush=True)  # a helper, which inherits what it may
 time.sleep(60)
 """
 
@@ -33,8 +38,11 @@ def holder(server, transport):
         [sys.executable, "-c", HOLDER, server.address, transport], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout.readline() == "held\n"
-            yield process
+            helper = int(process.stdout.readline())
+            try:
+                yield process
+            finally:
+                os.kill(helper, signal.SIGKILL)
         finally:
             process.kill()
 

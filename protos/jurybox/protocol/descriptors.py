@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import socket
@@ -108,13 +109,30 @@ def ask_for_descriptors(
         if (user := peer_user(connection)) != owner:
             raise PermissionError(errno.EACCES, f"{path} is of user {user}")
         connection.send(request)
-        status, fds, flags, _ = socket.recv_fds(connection, 1, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+        return receive_descriptors(connection, 1, _MOST_FDS)
     except (FileNotFoundError, ConnectionRefusedError):
         return None
     except (BlockingIOError, TimeoutError, ConnectionResetError, BrokenPipeError):
         return b"", []  # its queue is full, or it did not answer in time
+
+
+def receive_descriptors(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+    """Receive up to `size` bytes and `most` descriptors. Programs that this process starts do not inherit them.
+
+    A helper program that inherited a segment would hold this process's locks on it, and thus its lanes, after its end.
+    `socket.recv_fds` ignores its flags (CPython 3.10 to 3.13).
+
+    Raises:
+        OSError: EMFILE: more came, or this process may open no more. All are closed.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_LEN(most * fds.itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, came in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(came[: len(came) - len(came) % fds.itemsize])
     if flags & socket.MSG_CTRUNC:
         for fd in fds:
             os.close(fd)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return status, fds
+    return data, fds.tolist()

@@ -39,6 +39,7 @@ from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
 from jurybox.processes import end_with, thread_limits
+from jurybox.protocol.descriptors import receive_descriptors
 from jurybox.protocol.segment import Segment
 from jurybox.training.spaces import begun, converted, stepped, take
 from jurybox.training.vector.layout import arrange, put
@@ -200,7 +201,7 @@ class SharedMemoryHandler:
         self._call_number = 0  # of the message that is being answered
         n, fields, size = pipe.recv()
         with socket.socket(fileno=pipe.fileno()) as channel:
-            _, (memory,), _, _ = socket.recv_fds(channel, 1, 1)
+            _, (memory,) = receive_descriptors(channel, 1, 1)
             channel.detach()
         segment = Segment("environments", memory, size, owned=False)
         finals = self._mode is AutoresetMode.SAME_STEP
