@@ -55,6 +55,19 @@ def test_a_killed_worker_is_replaced_and_its_environments_begin_anew(env) -> Non
     assert env.step(NOTHING)[1].tolist() == [1, 1, 4, 4]
 
 
+@pytest.mark.timeout(120)
+def test_programs_that_environments_have_started_hide_no_death() -> None:
+    with vector(timeout=600.0) as env:
+        env.reset(seed=3)
+        helpers = env.call("helper")
+        try:
+            os.kill(env.pids[0], signal.SIGKILL)
+            assert env.step(NOTHING)[3].tolist() == [True, True, False, False]
+        finally:
+            for helper in helpers:
+                os.kill(helper, signal.SIGKILL)
+
+
 def test_in_same_step_mode_the_new_episode_is_there_at_once() -> None:
     with vector(AutoresetMode.SAME_STEP) as env:
         env.reset(seed=3)

@@ -222,6 +222,7 @@ def attach(fd: int) -> ControlPipe:
     The child ignores terminal signals: the parent handles them, decides about draining, and sends orders through the
     pipe. Objects that exist now are excluded from later garbage collections.
     """
+    os.set_inheritable(fd, False)  # else a program that a model starts would keep it open after this process's end
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -43,6 +43,10 @@ class Counter(gymnasium.Env):
     def pid(self):
         return os.getpid()
 
+    def helper(self):
+        """Start a program that lives on, and inherits what it may; return its process id."""
+        return os.posix_spawn("/bin/sleep", ["sleep", "100"], os.environ)
+
     def nap(self, seconds, error=False):
         time.sleep(seconds)
         if error:

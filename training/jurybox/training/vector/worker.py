@@ -22,6 +22,7 @@ Both ends are of one program and one user, and nothing else can write to the soc
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import signal
 import socket
@@ -299,6 +300,7 @@ def _write_infos(
 def main() -> None:
     """Serve the learner at the other end of the descriptor that is the first argument; the second is its process id."""
     descriptor, parent = map(int, sys.argv[1:])
+    os.set_inheritable(descriptor, False)  # else a simulator that an environment starts would hide this process's end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the learner handles
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked from before the first instruction until here
     # A worker that waits for the server does not read its pipe, so the pipe's end alone would come late.
