@@ -185,11 +185,12 @@ def test_a_lease_requested_again_over_another_connection_is_the_same(server, whe
                 return ControlReply.FromString(body).lease.lease
 
     try:
+        if not answered:
+            os.kill(pids["supervisor"], signal.SIGSTOP)
         with ask() as first:
             if answered:
                 answer(first)
             else:
-                os.kill(pids["supervisor"], signal.SIGSTOP)
                 wait_until(lambda: b"affine" in unread(pids["supervisor"]), 40, "the relay has passed it on")
         wait_until(lambda: not taken(server, where), 20, "the relay has seen the connection end")
         with ask() as second:

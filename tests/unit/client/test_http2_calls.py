@@ -700,6 +700,27 @@ def test_a_nested_wait_at_any_moment_of_a_wait_finds_and_leaves_lines_in_order(g
     started.calls.close()
 
 
+def test_a_call_that_a_nested_one_ends_at_any_moment_of_its_start_is_forgotten(gateway, calls, started):
+    files = tuple(module.__file__ for module in (http2_calls, http2_call, http2_line))
+    started.start(b"first")
+    started.wait_for(b"first")
+    for number in itertools.count(0, 2):
+        outer, inner = b"outer %d" % number, b"inner %d" % number
+
+        def calls_within() -> None:
+            started.start(inner)  # noqa: B023
+            started.wait_for(inner)  # noqa: B023
+
+        with Moment(files, number, calls_within, anywhere=True) as moment:
+            started.start(outer)
+        assert started.wait_for(outer) == [b"to " + outer]
+        assert started.ended.get(inner) == (b"to " + inner if moment.fell else None)
+        assert not started.calls._under_way
+        if not moment.fell:
+            break
+    assert number > 100
+
+
 def test_a_line_is_polled_again_that_a_nested_call_polls_in_the_place_of_a_closed_one(calls):
     """It has the descriptor of the one that is being forgotten."""
     for number in itertools.count():

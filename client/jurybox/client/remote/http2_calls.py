@@ -195,6 +195,8 @@ class Http2Started:
         self._begin(call, _PATIENCE if watching is None or not watching.on else 0.0)
         if call.outcome is None:  # not earlier: if this is interrupted, the lane starts it again
             self._under_way[call] = None
+        if call.outcome is not None:  # a nested call may have ended it between the two
+            self._under_way.pop(call, None)
         if self._ended != ended and watching is not None and watching.on:
             with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                 watching.tell()
