@@ -83,3 +83,21 @@ def test_ctrl_c_at_any_place_leaves_the_lock_free(way, other):
         assert not lock.mine and other(lambda: take(lock))
         seen += moment.fell
     assert seen > 5
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(0.0, (False,)), (-1.0, (False,)), (0.5, (True, 0.5))])
+def test_a_turn_waits_for_its_seconds_or_not_at_all(seconds, asked):
+    acquired, released = [], []
+
+    class Lock:
+        def acquire(self, *how):
+            acquired.append(how)
+            return True
+
+        def __exit__(self, *_):
+            released.append(True)
+
+    with locks.LockTurn(Lock(), seconds):
+        assert acquired == [asked]
+        assert not released
+    assert released

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from jurybox.protocol.errors import Refused, SpecMismatch
-from jurybox.protocol.row_arrays import Held, RowArray, RowArrays
+from jurybox.protocol.row_arrays import Held, RowArray, RowArrays, array_of
 
 HOLD = [("int8", -128), ("int8", 127), ("uint8", 0), ("bool", 1), ("bool", False), ("float32", 7), ("float32", 0.1)]
 HOLD += [("float32", float("inf")), ("float32", float("-inf")), ("float32", float("nan")), ("float16", 65504)]
@@ -87,3 +88,48 @@ def test_an_assignment_by_name_writes_to_the_memory():
         RowArrays({"x": rows}, "m")["x"] = memory
     with pytest.raises(Refused, match="these rows were released"):
         RowArrays({}, "m", writable=True)["x"] = memory
+
+
+def test_results_in_place_are_the_arrays_themselves():
+    memory, rows, _ = over("float32")
+    _, rest, _ = over("float32")
+    given = np.array([7, 8, 9, 10], np.float32)
+    assert np.add(rows, given, out=rows) is rows
+    whole, left = np.divmod(given, np.float32(4), out=(rows, rest))
+    assert whole is rows and left is rest
+    assert memory.tolist() == [1, 2, 2, 2] and rest.tolist() == [3, 0, 1, 2]
+
+
+def test_what_was_written_in_place_may_be_assigned_by_its_name_again():
+    memory, rows, _ = over("float32")
+    arrays = RowArrays({"x": rows}, "m")
+    arrays["x"] += np.ones(4, np.float32)
+    assert memory.tolist() == [1] * 4
+    with pytest.raises(SpecMismatch, match="cannot be replaced"):
+        arrays["x"] = np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "came", "convert"),
+    [
+        (torch.ones(2, requires_grad=True), "torch.float32 tensor that requires grad, and answers have none", ""),
+        (torch.ones(2, dtype=torch.cfloat).conj().imag, "torch.float32 tensor", ".resolve_neg()"),
+        (torch.ones(2).to_sparse(), "torch.float32 tensor", ".to_dense()"),
+        (torch.ones(2, dtype=torch.float64, requires_grad=True), "torch.float64 tensor that requires grad, and answers "
+         "have none", ".to(torch.float32)"),
+        (torch.ones(2, device="meta"), "torch.float32 tensor, on meta", ".cpu()"),
+    ],
+    ids=["requires grad", "negative", "sparse", "of another dtype", "on a device"],
+)  # fmt: skip
+def test_a_tensor_that_numpy_cannot_have_is_refused_with_what_converts_it(tensor, came, convert):
+    with pytest.raises(SpecMismatch) as refused:
+        array_of("input 'x'", "float32", tensor)
+    assert str(refused.value) == (
+        f"input 'x': expected an array of float32, came a {came}: convert it on purpose: "
+        f"tensor.detach(){convert}.numpy()"
+    )
+
+
+def test_what_is_no_array_is_refused_with_the_reason():
+    with pytest.raises(SpecMismatch, match="expected an array of float32, came what is none: .*inhomogeneous"):
+        array_of("input 'x'", "float32", [[1.0], [2.0, 3.0]])

@@ -215,3 +215,14 @@ def test_the_head_of_a_field_is_protobufs(size):
     head = row_frames.field_head(0x3A, size)
     assert head[0] == 0x3A
     assert _VarintBytes(size) == head[1:]
+
+
+def test_no_more_rows_than_the_most_have_sizes_in_a_text(monkeypatch):
+    monkeypatch.setattr(row_frames, "MOST_ROWS", 3)
+    spec = TensorSpec("uint8", (-1,), capacity=1 << 20)
+    assert row_frames.extents_of_text("x", "1;2;3", spec) == ([(1,), (2,), (3,)], [1, 2, 3])
+    for text in ("1;2;3;4", "0" * 34):
+        with pytest.raises(Error, match="extents of more than 3 rows came"):
+            row_frames.extents_of_text("x", text, spec)
+    with pytest.raises(Error, match="row 0: extents"):
+        row_frames.extents_of_text("x", "0" * 33, spec)
