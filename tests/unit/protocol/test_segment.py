@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jurybox.protocol import segment as module
 from jurybox.protocol.errors import SharedMemoryError
-from jurybox.protocol.segment import Segment, available_bytes, directory, segment_name, sweep
+from jurybox.protocol.segment import Segment, available_bytes, dead, directory, segment_name, sibling, sweep
 
 pytestmark = pytest.mark.usefixtures("empty_shared_memory")
 
@@ -107,3 +108,62 @@ def test_every_page_is_there_from_the_start(tmp_path):
             with pytest.raises(SharedMemoryError):
                 Segment.create(segment_name("t", "b"), 700 << 10)
             np.asarray(segment.buffer)[:] = 1  # would be a SIGBUS if pages were made on first touch
+
+
+def test_a_segment_that_was_closed_says_so():
+    segment = Segment.create(segment_name("t", "a"), 4096)
+    segment.release()
+    for use in (lambda: segment.buffer, segment.populate, lambda: segment.array("u1", (1,))):
+        with pytest.raises(SharedMemoryError, match="was closed in this process"):
+            use()
+    assert segment.fd == -1
+    segment.release()  # once more does nothing
+    segment.separate(hold=True)
+    assert segment.fd == -1
+
+
+def test_pages_may_be_made_later_and_none_is_nothing(tmp_path):
+    with tiny_shared_memory(tmp_path / "shm", "1m"):
+        with Segment.create(segment_name("t", "a"), 512 << 10) as segment:
+            segment.allocate(0, 0)
+            segment.allocate(4096, 4096)
+            segment.populate()
+            with pytest.raises(SharedMemoryError, match="--shm-size"):
+                segment.allocate(0, 4 << 20)
+
+
+def test_an_owner_is_dead_once_it_has_closed_its_segment():
+    owner = Segment.create(segment_name("t", "a"), 4096)
+    path = directory() / owner.name
+    guest = Segment.attach(owner.name)
+    assert guest.owner_lives() and dead(path) is False
+    owner.close()
+    assert not guest.owner_lives() and dead(path) is True
+    guest.close()
+    owner.unlink()
+    assert dead(path) is False, "what is gone is not ours to judge"
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_who_reopens_a_segment_after_a_fork_is_not_its_owner_and_holds_it_if_asked(hold):
+    owner = Segment.create(segment_name("t", "a"), 4096)
+    guest = Segment.attach(owner.name, keep_alive=True)
+    number, before = guest.fd, os.fstat(guest.fd).st_ino
+    guest.separate(hold=hold)
+    assert (guest.fd, os.fstat(guest.fd).st_ino, os.get_inheritable(guest.fd)) == (number, before, False)
+    assert not guest.owned
+    owner.close()
+    assert sweep() == ([] if hold else [owner.name])
+    guest.close()
+    sweep()
+
+
+def test_a_names_parts_are_its_user_its_owner_and_its_kind():
+    name = segment_name("id", "rings", 3)
+    assert name == f"jurybox-{os.getuid()}-id-rings-3"
+    assert sibling(name, "arena", 12) == f"jurybox-{os.getuid()}-id-arena-12"
+    assert module.socket_of(name) == directory() / f"jurybox-{os.getuid()}-id.sock"
+    assert module._user_of(name) == os.getuid()
+    assert module._user_of("jurybox-7-x-y-0") == 7
+    for other in ("jurybox", "jurybox-7", "other-7-x-y-0", "jurybox-me-x-y-0"):
+        assert module._user_of(other) is None
