@@ -6,7 +6,6 @@ other. Needs no kernel module for delays (netem) and no root, but user namespace
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import subprocess
@@ -16,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Collection
 from select import select
+
+from jurybox.protocol.descriptors import receive_descriptors
 
 A, B = "10.77.0.1", "10.77.0.2"
 # As large as a packet may be: network cards take segments of 64 KiB from the kernel and give such back, too.
@@ -85,13 +86,13 @@ class TwoHosts:
             process = subprocess.Popen([*command, str(MTU), str(there.fileno())], pass_fds=[there.fileno()])
         self._holders.append((process, here))
         here.settimeout(20.0)
-        _, ancillary, _, _ = here.recvmsg(1, socket.CMSG_LEN(4))
-        if not ancillary:
+        _, made = receive_descriptors(here, 1, 1)
+        if not made:
             raise RuntimeError(
                 f"the host {mine} could not be made (its message is above): expected user namespaces "
                 "(sysctl user.max_user_namespaces), /dev/net/tun and the command ip"
             )
-        self._tuns.append(array.array("i", ancillary[0][2])[0])
+        self._tuns += made
 
     def _carry(self) -> None:
         if self._cores is not None:

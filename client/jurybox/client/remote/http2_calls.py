@@ -265,17 +265,26 @@ class Http2Started:
             self._calls.lose(line)
             with contextlib.suppress(ValueError):  # a nested call has done so
                 self._lines.remove(line)
-        elif self._polled.get(descriptor := line.descriptor) != (line, wants := line.wants):
-            try:
-                try:
-                    self._polls.register(descriptor, wants)
-                except FileExistsError:
-                    self._polls.modify(descriptor, wants)
-            except (OSError, ValueError):
-                if not line.broken:  # else a nested call has closed it
-                    raise
-            else:
-                self._polled[descriptor] = line, wants
+            return
+        descriptor, wants = line.descriptor, line.wants
+        if self._polled.get(descriptor) == (line, wants):
+            return
+        try:
+            if not self._registers(descriptor, wants):
+                self._polls.modify(descriptor, wants)
+        except (OSError, ValueError):
+            if not line.broken:  # else a nested call has closed it
+                raise
+        else:
+            self._polled[descriptor] = line, wants
+
+    def _registers(self, descriptor: int, wants: int) -> bool:
+        """Poll a descriptor; return False if it is polled already."""
+        try:
+            self._polls.register(descriptor, wants)
+        except FileExistsError:
+            return False
+        return True
 
     def _begin(self, call: LineCall, patience: float) -> None:
         """Begin a call; wait for room at most so many seconds."""
