@@ -17,12 +17,13 @@ from jurybox.client import Busy
 from jurybox.server.supervisor.leases import GRACE
 
 HOLDER = """
-import os, sys, time, numpy
+import sys, time, numpy
 from jurybox.client import connect
+from tests.descriptors import start_helper
 server = connect(sys.argv[1], transport=sys.argv[2], timeout=60.0)
 model = server.model("moody", rows=60, timeout=60.0)
 model.submit(numpy.full((8, 4), 300_000, numpy.float32))
-print(os.posix_spawn("/bin/sleep", ["sleep", "100"], os.environ), flush=True)  # a helper, which inherits what it may
+print(start_helper(), flush=True)
 time.sleep(60)
 """
 

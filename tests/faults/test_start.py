@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 from tests.faults.conftest import MODELS, leaving_nothing
 from tests.models import affine
 from tests.serving import launch, segments, serving, wait_until
@@ -86,13 +87,13 @@ def test_start_and_stop_leave_only_the_models_output(tmp_path, nothing_left):
 
 
 def test_a_hundred_servers_in_one_process_leave_neither_memory_nor_descriptors():
-    before, descriptors = segments(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = segments(), open_files()
     for _ in range(100):
         with InprocServer({"affine": affine()}) as server, server.model("affine") as model:
             model(np.ones(4, np.float32))
     wait_until(lambda: segments() == before, 30, "shared memory as it was before")
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) < descriptors + 10  # one descriptor a server would be a hundred
+    assert open_files() < descriptors + 10  # one descriptor a server would be a hundred
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 from tests.serving import serving, wait_until
 
 from jurybox.client import Busy, ModelFailed, Refused, ServerGone, SpecMismatch, Timeout, connect
@@ -22,10 +23,6 @@ from jurybox.client.local_link import LocalLink
 from jurybox.protocol.errors import Error, TooManyFiles
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
-
-
-def files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def lanes(server) -> int:
@@ -270,7 +267,7 @@ def test_dropped_connections_and_models_leave_no_files_and_no_lanes(leased, conn
     wait_until(lambda: lanes(server) == 0, 30, "no lanes in use")
     connecting().model("affine").infer(X)
     gc.collect()
-    before = files()
+    before = open_files()
     for _ in range(5):
         connection = connecting()
         for _ in range(4):
@@ -278,7 +275,7 @@ def test_dropped_connections_and_models_leave_no_files_and_no_lanes(leased, conn
         assert not connection._requests
         del connection
     gc.collect()
-    wait_until(lambda: files() <= before, 20, "no more files than before")
+    wait_until(lambda: open_files() <= before, 20, "no more files than before")
     wait_until(lambda: lanes(server) == 0, 30, "the return of every lane")
 
 
@@ -287,13 +284,13 @@ def test_refused_models_keep_no_lane(server, monkeypatch):
         raise Refused("no")
 
     with server.connect() as client:
-        lanes_before, files_before = lanes(server), files()
+        lanes_before, files_before = lanes(server), open_files()
         with monkeypatch.context() as broken:
             broken.setattr(LocalLink, "_open_transport", refuses)
             for _ in range(5):
                 with pytest.raises(Refused):
                     client.model("affine", rows=32)
-        assert lanes(server) == lanes_before and files() == files_before
+        assert lanes(server) == lanes_before and open_files() == files_before
         np.testing.assert_array_equal(client.model("affine", rows=32).infer(X), 2 * X + 1)
 
 
@@ -301,12 +298,12 @@ def test_a_connection_that_cannot_be_made_leaves_nothing(tmp_path):
     with pytest.raises(ServerGone):
         connect(f"ipc://{tmp_path}/nobody", timeout=0.1)
     gc.collect()
-    before = files()
+    before = open_files()
     for _ in range(3):
         for address in (f"ipc://{tmp_path}/nobody", "tcp://127.0.0.1:9"):
             with pytest.raises(ServerGone):
                 connect(address, timeout=0.1)
-    assert files() == before
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
@@ -316,7 +313,7 @@ def test_the_error_of_a_remote_client_out_of_files_says_what_to_do(connecting):
         connection.model("affine", rows=1).close()
         held = []
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files() + 24, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 24, hard))
             with pytest.raises(TooManyFiles, match="raise the limit"):
                 for _ in range(40):
                     held.append(connection.model("affine", rows=1))

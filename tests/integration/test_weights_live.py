@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 from tests.forking import in_a_child
 from tests.serving import serving, wait_until
 
@@ -259,7 +259,7 @@ def test_a_restarted_engine_answers_with_the_newest_version(server, client):
 def test_unreferenced_or_closed_publishers_and_readers_leave_no_descriptor(client):
     def descriptors():
         gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir()))
+        return open_files()
 
     client.weights("policy")
     before, closed = descriptors(), []

@@ -7,6 +7,8 @@ import os
 import sys
 import time
 
+from tests.descriptors import start_helper
+
 from jurybox.processes import attach, spawn
 
 if __name__ == "__main__":
@@ -17,7 +19,7 @@ if __name__ == "__main__":
         os._exit(0)
     if sys.argv[2:] == ["helped"]:
         pipe = attach(int(sys.argv[1]))
-        pipe.send("helper", pid=os.posix_spawn("/bin/sleep", ["sleep", "100"], os.environ))
+        pipe.send("helper", pid=start_helper())
         os._exit(0)
     time.sleep(0.5)  # the parent is dead by now
     attach(int(sys.argv[1]))

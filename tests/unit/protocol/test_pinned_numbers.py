@@ -95,12 +95,13 @@ def test_a_sessions_flags_are_bits():
     assert arena.SESSION.names[:3] == ("slot", "step", "flags")
 
 
+@pytest.mark.usefixtures("empty_shared_memory")
 def test_every_column_begins_on_a_page_and_they_fill_the_segment():
     given = {"x": TensorSpec("uint8", (3,)), "text": TensorSpec("bytes", capacity=5000)}
     layout = ArenaLayout(
         ModelSpec("m", given, {"y": TensorSpec("float32", (2,))}, {"h": TensorSpec("float16", (7,))}), 3
     )
-    with_owner = Arena.create(segment_name("pinned", "arena", 0), layout)
+    with_owner = Arena.create(segment_name("t", "arena"), layout)
     try:
         columns = with_owner.columns
         base = np.frombuffer(with_owner.segment.buffer, np.uint8).ctypes.data

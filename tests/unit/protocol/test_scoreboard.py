@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 
 from jurybox.protocol import scoreboard as module
 from jurybox.protocol.errors import ProtocolMismatch
@@ -16,14 +14,14 @@ from jurybox.protocol.segment import Segment, segment_name
 STARTED = 1.7e9
 
 
-@pytest.fixture
-def name():
-    return segment_name(f"test{os.getpid()}x{time.monotonic_ns()}", "scoreboard")
+NAME = segment_name("t", "scoreboard")
+
+pytestmark = pytest.mark.usefixtures("empty_shared_memory")
 
 
 @pytest.fixture
-def board(name):
-    board = Scoreboard.create(name, 3, STARTED)
+def board(empty_shared_memory):
+    board = Scoreboard.create(NAME, 3, STARTED)
     yield board
     board.close()
 
@@ -49,10 +47,10 @@ def test_a_state_that_no_engine_has_counts_as_absent(written, state):
     assert state_of(np.uint32(written)) is state
 
 
-def test_who_attaches_sees_what_is_written_and_an_observer_may_not_write(board, name):
+def test_who_attaches_sees_what_is_written_and_an_observer_may_not_write(board):
     board.counters["rows"][2, 127] = 7
     board.lanes["lease"][2047] = 8
-    there, observer = Scoreboard.attach(name), Scoreboard.attach(name, writable=False)
+    there, observer = Scoreboard.attach(NAME), Scoreboard.attach(NAME, writable=False)
     assert there.counters.shape == (3, 128) and there.engines.shape == (3,)
     assert (there.counters["rows"][2, 127], there.lanes["lease"][2047]) == (7, 8)
     there.engines["pid"][1] = 9
@@ -113,20 +111,20 @@ def test_what_the_supervisor_wrote_is_written_again(board, field):
 
 
 @pytest.mark.parametrize("spoil", ["magic", "layout", "none", "too many", "another number", "small"])
-def test_memory_of_another_layout_is_refused_and_closed(name, spoil):
-    with Segment.create(name, 4096 if spoil == "small" else module._size(3)) as segment:
+def test_memory_of_another_layout_is_refused_and_closed(spoil):
+    with Segment.create(NAME, 4096 if spoil == "small" else module._size(3)) as segment:
         given = {"none": 0, "too many": 65, "another number": 2}.get(spoil, 3)
         layout = 4 if spoil == "layout" else 5
         magic = b"jurybot\0" if spoil == "magic" else b"jurybox\0"
         segment.array(module._HEADER, (1,))[0] = (magic, layout, given, STARTED)
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         with pytest.raises(ProtocolMismatch, match="is no scoreboard of layout 5"):
-            Scoreboard.attach(name)
-        assert len(os.listdir("/proc/self/fd")) == before
+            Scoreboard.attach(NAME)
+        assert open_files() == before
 
 
-def test_a_scoreboard_lives_as_long_as_its_owner(board, name):
-    there = Scoreboard.attach(name)
+def test_a_scoreboard_lives_as_long_as_its_owner(board):
+    there = Scoreboard.attach(NAME)
     assert there.server_lives()
     board.close()
     assert not there.server_lives()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.descriptors import open_files
 
 from jurybox.protocol.errors import Busy, Refused, SharedMemoryError, SpecMismatch, Timeout
 from jurybox.training.replay import Episodes, Field, NotEnoughRows, Replay
@@ -324,14 +325,14 @@ def test_a_replay_without_a_free_slot_raises_an_error(make) -> None:
 
 def test_a_replay_that_is_dropped_without_a_word_leaves_no_descriptor(make) -> None:
     replay = make(4)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_files()
     for _ in range(20):
         Replay.attach(replay.name)
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert open_files() <= before
 
 
-def open_files(name: str) -> int:
+def files_of(name: str) -> int:
     """How many descriptors of this process are of a replay's memory."""
     there = [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
     return sum(name in str(fd.readlink()) for fd in there)
@@ -341,8 +342,8 @@ def test_a_with_block_closes_the_replay_and_removes_the_name_of_its_own(make) ->
     made = make()
     with Replay.attach(made.name) as attached:
         attached.add(x=np.zeros(3), n=1)
-        within = open_files(made.name)
-    assert open_files(made.name) < within
+        within = files_of(made.name)
+    assert files_of(made.name) < within
     with made:
         assert len(made) == 1, "who only attached has not removed it"
     with pytest.raises(SharedMemoryError):

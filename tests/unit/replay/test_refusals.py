@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 
 from jurybox.protocol.errors import Busy, ProtocolMismatch, Refused, SharedMemoryError, SpecMismatch
 from jurybox.training.replay import Damaged, Episodes, Field, RateLimiter, Replay, Windows
@@ -81,11 +82,11 @@ def test_a_file_that_is_no_saved_replay_of_this_release_is_refused(make, tmp_pat
     path = tmp_path / "saved"
     make(10).save(path)
     path.write_bytes(changed(path.read_bytes()))
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_files()
     for recover in (False, True):
         with pytest.raises(Damaged, match=why):
             Replay.load(path, "refused", recover=recover)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_files() == descriptors
 
 
 def test_a_codec_that_nobody_knows_is_refused_with_those_there_are(make, tmp_path) -> None:
@@ -160,11 +161,11 @@ def test_where_the_disk_is_full_no_file_stays(tmp_path, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    path, descriptors = tmp_path / "rows", len(os.listdir("/proc/self/fd"))
+    path, descriptors = tmp_path / "rows", open_files()
     with pytest.raises(SharedMemoryError, match="No space left on device; make room or ask for fewer rows"):
         Replay.create(path, 10, X)
     assert not path.exists()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_files() == descriptors
 
 
 def test_where_there_is_no_file_one_is_told_how_it_is_made(tmp_path) -> None:

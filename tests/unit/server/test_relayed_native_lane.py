@@ -10,7 +10,7 @@ from jurybox.client.in_flight import Answer
 from jurybox.client.transports.shm import ShmTransport
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import Lease
-from jurybox.protocol.errors import Code, TooManyFiles
+from jurybox.protocol.errors import Code, Error, TooManyFiles
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.relay.relayed_tickets import InlineTicket, RelayedTickets
 
@@ -139,6 +139,14 @@ def relayed(lane):
     return RelayedTickets(lane, b"owner", b"the call", Lease(lease=7), 2, 4)
 
 
+def connected():
+    """A lane, its connection, its tickets, and the native lane that sends them on."""
+    lane, link = Lane(), Link()
+    held = relayed(lane)
+    assert held.connect(b"sender", link)
+    return lane, link, held, Native.made[0]
+
+
 def in_native(sequence, first, rows, at=0):
     """A ticket of the native lane: its number is 900 above its client's."""
     return (at, 900 + sequence, sequence, first, rows, 3, 1, 10**6, 10**12)
@@ -210,9 +218,7 @@ def test_an_engine_that_cannot_be_attached_leaves_the_lane_as_it_was(ring):
 
 
 def test_a_native_lane_knows_every_engine_with_its_record_and_incarnation():
-    held, link = relayed(Lane()), Link()
-    assert held.connect(b"sender", link)
-    (made,) = Native.made
+    _, link, held, made = connected()
     assert made.link is link
     assert made.engines == [("ring 0", "record 0", 11), ("ring 1", "record 1", 12)]
     assert made.span == (2, 4)
@@ -222,14 +228,12 @@ def test_a_native_lane_knows_every_engine_with_its_record_and_incarnation():
 
 
 def test_the_native_lane_stays_until_its_connection_or_its_engines_are_others():
-    lane, link = Lane(), Link()
-    held = relayed(lane)
-    assert held.connect(b"sender", link)
+    lane, link, held, made = connected()
     assert not held.connect(b"sender", link)
     assert len(Native.made) == 1
-    Native.made[0].tickets = [in_native(5, 0, 1)]
+    made.tickets = [in_native(5, 0, 1)]
     assert held.connect(b"another", Link())
-    assert Native.made[0].closed
+    assert made.closed
     assert lane.adopted  # what it had
     assert held.sender == b"another"
     lane.engines = ((0, 21),)
@@ -240,18 +244,16 @@ def test_the_native_lane_stays_until_its_connection_or_its_engines_are_others():
 
 
 def test_tickets_that_are_handed_over_keep_numbers_rows_and_engines():
-    lane = Lane()
-    held = relayed(lane)
-    held.connect(b"sender", Link())
-    Native.made[0].tickets = [in_native(5, 0, 1), in_native(6, 2, 2, at=1)]
+    lane, _, held, made = connected()
+    made.tickets = [in_native(5, 0, 1), in_native(6, 2, 2, at=1)]
     assert held.waits
     held.take_no_more()
     assert lane.adopted == [(905, 2, 1, 0, 11, 10**6), (906, 4, 2, 1, 12, 10**6)]
     assert lane.number == 501  # above all that the native lane used
-    assert Native.made[0].closed
+    assert made.closed
     assert held.take_in() == 0
     assert held.waits
-    with pytest.raises(Exception, match="not answered yet"):
+    with pytest.raises(Error, match="not answered yet"):
         held.submit(InlineTicket(b"sender", 7, 10**9, 3, 1, 0, 1), [np.ones(1, np.float32).tobytes()])
     held.submit(InlineTicket(b"sender", 7, 10**9, 1, 1, 0, 1), [np.ones(1, np.float32).tobytes()])  # a free row
     assert {frames[0] for frames in held.answers()} == {b"sender"}
@@ -260,10 +262,7 @@ def test_tickets_that_are_handed_over_keep_numbers_rows_and_engines():
 
 
 def test_the_native_lane_gets_its_tickets_back_when_nothing_is_in_flight():
-    lane, link = Lane(), Link()
-    held = relayed(lane)
-    held.connect(b"sender", link)
-    (made,) = Native.made
+    lane, _, held, made = connected()
     one = InlineTicket(b"sender", 7, 10**9, 0, 1, 0, 1)
     held.submit(one, [np.ones(1, np.float32).tobytes()])
     assert not made.mine
@@ -271,27 +270,22 @@ def test_the_native_lane_gets_its_tickets_back_when_nothing_is_in_flight():
     list(held.answers())
     assert made.mine
     assert made.taken_over == [lane.number]
-    with pytest.raises(Exception, match="rows"):
+    with pytest.raises(Error, match="rows"):
         held.submit(one._replace(rows=9), [])  # it sends nothing, and nothing is in flight
     assert made.mine
     assert len(made.taken_over) == 2
 
 
 def test_the_native_lane_gets_nothing_back_for_other_engines_than_its_own():
-    lane = Lane()
-    held = relayed(lane)
-    held.connect(b"sender", Link())
+    lane, _, held, made = connected()
     lane.engines = ((0, 11),)
-    with pytest.raises(Exception, match="rows"):
+    with pytest.raises(Error, match="rows"):
         held.submit(InlineTicket(b"sender", 7, 10**9, 0, 9, 0, 1), [])
-    assert not Native.made[0].taken_over
+    assert not made.taken_over
 
 
 def test_a_single_client_is_served_natively_until_its_connection_has_something_else():
-    lane, link = Lane(), Link()
-    held = relayed(lane)
-    held.connect(b"sender", link)
-    (made,) = Native.made
+    lane, link, held, made = connected()
     assert held.stay([4], 0.5, 2.0) is False
     assert made.stayed == [([4], 0.5, 2.0)]
     assert lane.transport.quieted == 1
@@ -311,10 +305,8 @@ def test_a_single_client_is_served_natively_until_its_connection_has_something_e
     ],
 )
 def test_native_tickets_are_looked_after_if_they_are_old_or_an_engine_was_replaced(overdue, engines, looks):
-    lane = Lane()
-    held = relayed(lane)
-    held.connect(b"sender", Link())
-    Native.made[0].tickets, Native.made[0].old = [in_native(5, 0, 1)], overdue
+    lane, _, held, made = connected()
+    made.tickets, made.old = [in_native(5, 0, 1)], overdue
     lane.engines = engines
     held.look_after()
     assert bool(lane.adopted) is looks
@@ -322,19 +314,15 @@ def test_native_tickets_are_looked_after_if_they_are_old_or_an_engine_was_replac
 
 
 def test_without_native_tickets_the_lane_itself_is_looked_after():
-    lane = Lane()
-    held = relayed(lane)
-    held.connect(b"sender", Link())
+    lane, _, held, _ = connected()
     held.look_after()
     assert lane.looked == [0]
     assert not lane.adopted
 
 
 def test_answers_takes_over_what_the_native_lane_has_and_yields_it():
-    lane = Lane()
-    held = relayed(lane)
-    held.connect(b"sender", Link())
-    Native.made[0].tickets = [in_native(5, 1, 1)]
+    lane, _, held, made = connected()
+    made.tickets = [in_native(5, 1, 1)]
     ((sender, *_),) = held.answers()
     assert sender == b"sender"
     assert lane.adopted
@@ -342,13 +330,11 @@ def test_answers_takes_over_what_the_native_lane_has_and_yields_it():
 
 
 def test_a_closed_lane_holds_no_tickets_and_no_native_lane():
-    lane = Lane()
-    held = relayed(lane)
-    held.connect(b"sender", Link())
+    lane, _, held, made = connected()
     held.submit(InlineTicket(b"sender", 7, 10**9, 0, 1, 0, 1), [np.ones(1, np.float32).tobytes()])
     closes = []
     lane.close = lambda: closes.append(True)
     held.close()
-    assert Native.made[0].closed
+    assert made.closed
     assert not held.waits
     assert closes

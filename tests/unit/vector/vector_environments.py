@@ -8,6 +8,7 @@ import time
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from tests.descriptors import start_helper
 
 
 class Counter(gymnasium.Env):
@@ -45,7 +46,7 @@ class Counter(gymnasium.Env):
 
     def helper(self):
         """Start a program that lives on, and inherits what it may; return its process id."""
-        return os.posix_spawn("/bin/sleep", ["sleep", "100"], os.environ)
+        return start_helper()
 
     def nap(self, seconds, error=False):
         time.sleep(seconds)
