@@ -5,231 +5,33 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import itertools
 import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import pytest
-from tests.moments import Moment
 from tests.serving import wait_until
+from tests.unit.client.played_gateway import BUSY, CUT, DRAIN, HOLD, MESSAGE, Fail, Started, ways
 
 from jurybox import native
 from jurybox.client.remote import http2_call, http2_calls, http2_line
 from jurybox.client.remote.grpc_channel import failure
-from jurybox.client.remote.http2_calls import Http2Calls, Http2Started, can_dial
+from jurybox.client.remote.http2_calls import Http2Calls, can_dial
 from jurybox.client.remote.infer_calls import INFER, Failed
 from jurybox.protocol.errors import Code, Refused
 
-pytestmark = pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2")
-
-CALL, MESSAGE, GONE = 0, 1, 4  # events of native.GrpcConnection
-HOLD, CUT, DRAIN = "hold", "cut", "drain"
-
-
-class Fail(NamedTuple):
-    """How a call ends that does not succeed."""
-
-    status: int
-    details: str
-    trailing: tuple[tuple[str, str], ...]
-
-
-BUSY = Fail(14, "not now", ())
-
-
-class Peer:
-    """A connection of the gateway."""
-
-    def __init__(self, gateway: Gateway, accepted: socket.socket) -> None:
-        budget = native.Budget((1 << 30, 1 << 30, 1000), (1 << 30, 1 << 30, 1000))
-        self.http2 = native.GrpcConnection(1 << 30, 1 << 16, 100, native.Account(budget, 0))
-        self.gateway, self.socket, self.lock = gateway, accepted, threading.RLock()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-
-    def run(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            while data := self.socket.recv(1 << 16):
-                with self.lock:
-                    self.heard(data)
-        self.socket.close()
-
-    def heard(self, data: bytes) -> None:
-        events = self.http2.feed(data, len(data))
-        while self.http2.more:
-            events += self.http2.feed(b"", 0)
-        for event in events:
-            assert event is not None
-            kind, call, value = event
-            if kind == CALL:
-                self.gateway.paths.append(bytes(value[0]).decode())
-                self.gateway.metadata.append(dict(self.http2.metadata(call)))
-            elif kind == MESSAGE:
-                self.http2.taken(call, len(value))
-                self.gateway.asked.append(bytes(value))
-                self.do(call, bytes(value), self.gateway.answers(bytes(value)))
-            elif kind == GONE:
-                self.gateway.gone.append(call)
-        self.flush()
-
-    def do(self, call: int, message: bytes, what: Any) -> None:
-        if what == HOLD:
-            self.gateway.held.append((self, call, message))
-        elif what == CUT:
-            raise EOFError
-        elif isinstance(what, Fail):
-            self.http2.finish(call, what.status, what.details, what.trailing)
-        else:
-            if what == DRAIN:
-                self.http2.drain()
-            self.http2.send(call, b"to " + message)
-            self.http2.finish(call, 0, "", ())
-
-    def answer(self, call: int, message: bytes, what: Any = None) -> None:
-        with self.lock:
-            self.do(call, message, what)
-            self.flush()
-
-    def flush(self) -> None:
-        while data := self.http2.outgoing():
-            self.socket.sendall(data)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-
-class Gateway:
-    """Answers each call as the next of `script` says, or with "to " and its message."""
-
-    def __init__(self) -> None:
-        self.script: list[Any] = []
-        self.asked: list[bytes] = []
-        self.paths: list[str] = []
-        self.metadata: list[dict[bytes, bytes]] = []
-        self.held: list[tuple[Peer, int, bytes]] = []
-        self.gone: list[int] = []
-        self.peers: list[Peer] = []
-        self.listen()
-
-    def listen(self, port: int = 0) -> None:
-        self.socket = socket.create_server(("127.0.0.1", port))
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-        self.port = self.socket.getsockname()[1]
-        threading.Thread(target=self.accept, args=(self.socket,), daemon=True).start()
-
-    def accept(self, listening: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                self.peers.append(Peer(self, listening.accept()[0]))
-                self.peers[-1].thread.start()
-
-    def answers(self, message: bytes) -> Any:
-        return self.script.pop(0) if self.script else None
-
-    @property
-    def address(self) -> str:
-        return f"grpc://127.0.0.1:{self.port}"
-
-    def cut(self) -> None:
-        for peer in self.peers:
-            peer.close()
-
-    def give_up(self, *, asks: bool) -> None:
-        """Cut all connections, perhaps after a question whether the client is still there, and forget them."""
-        for peer in self.peers:
-            if asks:
-                with peer.lock:
-                    peer.http2.ping()
-                    peer.flush()
-            peer.close()
-            peer.thread.join(30)
-        self.peers.clear()
-
-    def deaf(self) -> None:
-        """Take no more connections."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-    def close(self) -> None:
-        self.deaf()
-        self.cut()
-        for peer in self.peers:
-            if peer.thread.ident:
-                peer.thread.join(30)
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    gateway = Gateway()
-    yield gateway
-    gateway.close()
-
-
-@pytest.fixture
-def calls(gateway: Gateway) -> Iterator[Http2Calls]:
-    calls = Http2Calls(gateway.address, (("authorization", "Bearer me"),))
-    yield calls
-    calls.close()
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_call, "_FIRST_PAUSE", 0.002)
-
-
-@pytest.fixture
-def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that pauses before it is made again is not made again."""
-    for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
-        monkeypatch.setattr(http2_call, name, 1000.0)
-
-
-class Started:
-    """The calls of a lane, and how they ended."""
-
-    def __init__(self, calls: Http2Calls) -> None:
-        self.calls: Http2Started = calls.started()
-        self.ended: dict[bytes, Any] = {}
-
-    def start(self, request: bytes, timeout: float = 30.0) -> None:
-        self.calls.start(request, timeout, lambda outcome: self.ended.__setitem__(request, outcome))
-
-    def wait_for(self, *requests: bytes) -> list[Any]:
-        until = time.monotonic() + 30
-        while not all(request in self.ended for request in requests):
-            assert time.monotonic() < until
-            self.calls.wait(1.0)
-        return [self.ended[request] for request in requests]
-
-
-@pytest.fixture
-def started(calls: Http2Calls) -> Iterator[Started]:
-    started = Started(calls)
-    yield started
-    started.calls.close()
-
-
-def ways(calls: Http2Calls, started: Started) -> list[Callable[[bytes], Any]]:
-    """Both ways to make a call, which raise its failure."""
-
-    def later(request: bytes) -> Any:
-        started.start(request)
-        (outcome,) = started.wait_for(request)
-        if isinstance(outcome, grpc.RpcError):
-            raise outcome
-        return outcome
-
-    return [lambda request: calls.ask(request, 30.0), later]
+pytestmark = [
+    pytest.mark.skipif(bool(native.nghttp2()[1]), reason="the system has no libnghttp2"),
+    pytest.mark.usefixtures("short_pauses"),
+]
 
 
 def both_ways_are_answered(address: str) -> None:
@@ -653,104 +455,6 @@ def test_many_bytes_to_send_use_the_same_memory_again_unless_somebody_has_it_sti
     assert sent(b"c" * 150_000).__array_interface__["data"] == where
 
 
-def test_a_call_may_be_finished_by_a_nested_call_at_any_moment_while_it_is_finished():
-    finishes = 0
-    for number in itertools.count():
-        call, told = http2_call.LineCall(b"x", 30.0), []
-        call.done = told.append
-        with Moment((http2_call.__file__,), number, lambda: call.finish(b"nested"), anywhere=True) as moment:  # noqa: B023
-            call.finish(b"outer")
-        if not moment.fell:
-            assert told == [b"outer"]
-            break
-        assert call.outcome in told
-        assert call.done is None
-        finishes += 1
-    assert finishes > 5
-
-
-@pytest.mark.parametrize("what", ["late", "cut", "answered"])
-def test_a_nested_wait_at_any_moment_of_a_wait_finds_and_leaves_lines_in_order(gateway, calls, monkeypatch, what):
-    """Both see the same call end: its time is over, its line breaks, or its answer comes."""
-    monkeypatch.setattr(http2_calls, "_SWEEP", 0.005)
-    started = Started(calls)
-    started.start(b"first")
-    started.wait_for(b"first")
-    for number in itertools.count(0, 5):
-        gateway.held.clear()
-        gateway.script = [HOLD]
-        request = b"%d" % number
-        started.start(request, 0.0 if what == "late" else 30.0)
-        if what != "late":
-            wait_until(lambda: gateway.held)
-            peer, call, message = gateway.held[0]
-            peer.close() if what == "cut" else peer.answer(call, message)
-        with Moment((http2_calls.__file__,), number, lambda: started.calls.wait(0.0), anywhere=True) as moment:
-            started.calls.wait(0.0)
-        if what == "late":
-            (outcome,) = started.wait_for(request)
-            assert outcome == b"to " + request or outcome.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        else:
-            assert started.wait_for(request) == [b"to " + request]
-        if not moment.fell:
-            break
-    assert number > 100
-    started.start(b"last")
-    assert started.wait_for(b"last") == [b"to last"]
-    started.calls.close()
-
-
-def test_a_call_that_a_nested_one_ends_at_any_moment_of_its_start_is_forgotten(gateway, calls, started):
-    files = tuple(module.__file__ for module in (http2_calls, http2_call, http2_line))
-    started.start(b"first")
-    started.wait_for(b"first")
-    for number in itertools.count(0, 2):
-        outer, inner = b"outer %d" % number, b"inner %d" % number
-
-        def calls_within() -> None:
-            started.start(inner)  # noqa: B023
-            started.wait_for(inner)  # noqa: B023
-
-        with Moment(files, number, calls_within, anywhere=True) as moment:
-            started.start(outer)
-        assert started.wait_for(outer) == [b"to " + outer]
-        assert started.ended.get(inner) == (b"to " + inner if moment.fell else None)
-        assert not started.calls._under_way
-        if not moment.fell:
-            break
-    assert number > 100
-
-
-def test_a_line_is_polled_again_that_a_nested_call_polls_in_the_place_of_a_closed_one(calls):
-    """It has the descriptor of the one that is being forgotten."""
-    for number in itertools.count():
-        started = calls.started()
-        (reading, writing), (spare, other) = os.pipe(), os.pipe()
-        line, successor = (
-            SimpleNamespace(broken="", wants=select.POLLIN, descriptor=reading, used=False) for _ in range(2)
-        )
-        started._settle(line)
-
-        def closes_and_polls_another() -> None:
-            started._forget(line)  # noqa: B023
-            os.dup2(spare, reading)  # noqa: B023
-            started._settle(successor)  # noqa: B023
-
-        with Moment((http2_calls.__file__,), number, closes_and_polls_another, anywhere=True) as moment:
-            started._forget(line)
-        if not moment.fell:
-            closes_and_polls_another()
-        started._settle(successor)  # as each wait begins
-        os.write(other, b"x")
-        assert started._polls.poll(0) == [(reading, select.POLLIN)]
-        started.close()
-        for descriptor in (reading, writing, spare, other):
-            os.close(descriptor)
-        if not moment.fell:
-            break
-    assert number > 10
-
-
 def test_a_call_ends_once_whatever_comes_later():
     told: list[Any] = []
     call = http2_call.LineCall(b"x", 30.0)
@@ -767,58 +471,6 @@ def test_a_call_that_no_gateway_has_looked_at_is_made_again_at_once_but_not_for_
         assert call.outcome is None and call.again_at == 0.0
     call.ended((2, 7, []))
     assert call.outcome is None and call.again_at > time.monotonic() + 500
-
-
-def test_a_nested_wait_makes_the_calls_of_a_line_in_use_again_and_a_look_leaves_it_alone(gateway, started):
-    gateway.script = [HOLD]
-    started.start(b"x")
-    wait_until(lambda: len(gateway.held) == 1)
-    (line,) = started.calls._lines
-
-    def nested() -> None:
-        started.calls.wait(0.0)
-        assert len(line.calls) == 1 and not started.ended
-        assert started.wait_for(b"x") == [b"to x"] and not line.calls
-
-    started.calls._use(line, nested)
-    peer, call, message = gateway.held[0]
-    peer.answer(call, b"late " + message)
-    started.calls.wait(0.3)
-    assert started.ended == {b"x": b"to x"} and len(gateway.peers) == 2
-
-
-def test_a_nested_wait_sleeps_although_the_line_in_use_has_something_to_read(gateway, started):
-    gateway.script, looks = [HOLD, HOLD], []
-    started.start(b"x")
-    wait_until(lambda: len(gateway.held) == 1)
-    (line,) = started.calls._lines
-    tend = started.calls._tend
-    started.calls._tend = lambda *, waits: looks.append(waits) or tend(waits=waits)
-
-    def nested() -> None:
-        peer, call, message = gateway.held[0]
-        peer.answer(call, message)
-        wait_until(lambda: bool(select.select([line.descriptor], [], [], 0)[0]), what="its answer")
-        started.calls.wait(0.3)  # for the one that is made again
-
-    started.calls._use(line, nested)
-    assert len(looks) < 20
-    wait_until(lambda: len(gateway.held) == 2)
-    peer, call, message = gateway.held[1]
-    peer.answer(call, message)
-    assert started.wait_for(b"x") == [b"to x"]
-
-
-def test_an_interrupted_call_leaves_no_line_that_another_one_would_use(gateway, calls, monkeypatch):
-    assert calls.ask(b"x", 30.0) == b"to x"
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(http2_line.Line, "wait", interrupt)
-        calls.ask(b"y", 30.0)
-    assert not calls._free and calls.ask(b"z", 30.0) == b"to z" and len(gateway.peers) == 2
 
 
 def test_a_closed_connection_refuses_calls_and_ends_those_that_are_awaited(gateway, calls, started):
