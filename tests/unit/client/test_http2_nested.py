@@ -120,6 +120,25 @@ def test_a_line_is_polled_again_that_a_nested_call_polls_in_the_place_of_a_close
     assert number > 10
 
 
+def test_who_cancels_a_call_that_a_nested_one_has_begun_elsewhere_cancels_no_other_of_its_number(gateway, calls):
+    gateway.script = [HOLD]
+    line = calls.take(looks=False)
+    call, elsewhere = http2_call.LineCall(b"x", 30.0), http2_call.LineCall(b"y", 30.0)
+    line.begin(call)
+    elsewhere.number = call.number  # on its own line
+    line.cancel(elsewhere)
+    assert call.line is line and line.calls == {call.number: call}
+    while not gateway.held:
+        line.wait(1.0)
+    gateway.script, (held,) = [], gateway.held
+    held[0].answer(*held[1:])
+    while call.outcome is None:
+        line.wait(1.0)
+    assert call.outcome == b"to x"
+    assert not gateway.gone
+    line.close()
+
+
 def test_a_nested_wait_makes_the_calls_of_a_line_in_use_again_and_a_look_leaves_it_alone(gateway, started):
     gateway.script = [HOLD]
     started.start(b"x")
