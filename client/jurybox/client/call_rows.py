@@ -44,7 +44,7 @@ class CallRow:
         "steps",
     )
 
-    def __init__(self, lane: Lane, run: RowRun, *, single: bool = True) -> None:
+    def __init__(self, lane: Lane, run: RowRun, *, single: bool) -> None:
         self._run = run
         self.first = first = run.first
         self.rows = run.rows

@@ -157,7 +157,7 @@ def test_a_wait_that_a_signal_ended_early_goes_on_until_the_deadline(seconds):
         wait=wait,
     )
     before = time.monotonic_ns()
-    assert CallRow(lane, RowAllocator(0, 1).take(1)).ask(None, seconds) == {}
+    assert CallRow(lane, RowAllocator(0, 1).take(1), single=True).ask(None, seconds) == {}
     assert waited == [call.deadline] and waited[0] >= before + int(seconds * 1e9)
 
 
@@ -512,7 +512,7 @@ def test_where_no_native_caller_can_be_opened_for_lack_of_files_there_is_none():
         raise TooManyFiles("no more files")
 
     transport.caller = caller
-    row = CallRow(lane, lane.take(1))
+    row = CallRow(lane, lane.take(1), single=True)
     transport.exchange = lambda ticket, timeout: Answer(ticket.sequence, Code.OK, "", 5, ticket.incarnation)
     row.lane.columns.outputs["y"][0] = 7
     assert row.ask(np.ones(2, np.float32), 1.0).tolist() == [7, 7], "the lane itself asks"

@@ -52,6 +52,8 @@ def test_whatever_is_free_can_be_taken_and_nothing_else():
             used = set().union(*map(rows, [*runs, *lane.lent.values()]))
             gaps = [len(gap) for gap in "".join(" " if row in used else "x" for row in range(5, 17)).split()]
             assert (lane.free, lane.largest) == (sum(gaps), max(gaps, default=0))
+            lent, near = set().union(*map(rows, lane.lent.values())), range(first, first + chance.randint(1, 3))
+            assert lane.is_lent(near.start, len(near)) == bool(lent & set(near))
             if what == "take":
                 n = chance.randint(1, 6)
                 run = lane.take(n)
@@ -76,6 +78,24 @@ def test_counts_that_are_no_whole_numbers_above_zero_are_refused(n):
     assert lane.free == 8
     with pytest.raises(ValueError, match=r"row=.*: expected a whole number from 0 to 7"):
         whole(n if n != 0 else 8, "row", 0, 7)
+    assert (whole(0, "row", 0, 7), whole(7, "row", 0, 7), whole(np.int64(1), "rows", 1)) == (0, 7, 1)
+
+
+def test_version_0_means_the_newest_and_the_warning_shows_the_line_that_gave_it():
+    with pytest.warns(DeprecationWarning, match="version=0 means the newest weights for now") as said:
+        assert version_of(0) == version_of(np.int64(0)) == 0
+    assert [warning.filename for warning in said] == [__file__, __file__]
+
+
+def test_a_forked_child_forgets_its_parents_rows():
+    lane = RowAllocator(0, 4)
+    run = lane.take(2)
+    lane.lent[1] = SimpleNamespace(first=2, rows=2)
+    assert lane.free == 0
+    lane.forget()
+    assert lane.free == 4 and not lane.is_lent(0, 4)
+    lane.give(run)
+    assert lane.free == 4
 
 
 @pytest.mark.parametrize("keeps", [True, False])
