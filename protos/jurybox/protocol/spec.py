@@ -152,9 +152,9 @@ class TensorSpec:
     def extents_of(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Return the variable sizes of a row of this shape; None if it does not match or exceeds the capacity."""
         if self.dtype == BYTES:
-            return (shape[0],) if len(shape) == 1 and shape[0] <= self.capacity else None
+            return (shape[0],) if len(shape) == 1 and 0 <= shape[0] <= self.capacity else None
         if len(shape) != len(self.shape) or any(
-            want not in (VARIABLE, size) for want, size in zip(self.shape, shape, strict=True)
+            size < 0 or want not in (VARIABLE, size) for want, size in zip(self.shape, shape, strict=True)
         ):
             return None
         if self.variable and math.prod(max(size, 1) for size in shape) > self.capacity:

@@ -504,13 +504,16 @@ def hosted(monkeypatch):
 
 @pytest.mark.parametrize(("engines", "lanes", "models"), [(1, 16, 1), (3, 16, 3), (3, 2, 2), (40, 40, 16)])
 def test_a_juror_has_a_lane_for_each_engine_as_far_as_there_are_free_ones(hosted, engines, lanes, models):
-    host = Host(engines, lanes)
+    host, before = Host(engines, lanes), set(threading.enumerate())
     juror = hosted(host, priority=3)
     assert juror.spec is None
     assert juror.scores({"x": [1.0, 2.0]}, 2) == [1, 2] and juror.spec is SPEC
     assert host.connected == [("/here", 30.0, 3)] and len(host.made) == models
     assert host.asked[0] == ("m", {}) and all(one == ("m", {"wait": False}) for one in host.asked[1:])
     assert juror.scores({"x": [3.0]}, 1).version == 1 and len(host.connected) == 1
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == models, "a thread for each"
+    assert all(thread.daemon for thread in threads), "a process that ends waits for none"
     juror.close()
     juror.close()
     assert host.closed == 1 and juror.spec is None
@@ -526,6 +529,7 @@ def test_calls_of_one_turn_of_a_loop_are_sent_together_and_each_gets_its_own(hos
         return await asyncio.gather(*(juror.scores_async({"x": [x, x + 1]}, 2) for x in (1.0, 5.0)))
 
     assert asyncio.run(both()) == [[1, 2], [5, 6]] and host.made[0].sizes == [4]
+    assert asyncio.run(juror.scores_async({"x": [9.0]}, 1)) == [9], "also if it is alone"
     juror.close()
 
 
@@ -594,6 +598,20 @@ def test_a_pickled_juror_has_its_settings_and_connects_by_itself(hosted):
     assert host.connected == [("/here", 30.0, 1)] * 2
     juror.close()
     other.close()
+
+
+def test_a_thread_whose_lane_was_closed_ends_and_leaves_calls_to_the_others(hosted):
+    asked, made = call(2), WaitingCalls()
+    made.put([asked])
+    assert juror_module._serve(hosted(Host()), made, Scorer(lambda numbers: None)) is False
+    assert taken(made) == [(asked, 0, 2)]
+
+
+def test_a_call_that_a_panels_members_answer_does_not_fail_before():
+    asked = call(1)
+    asked.waits_for = [call(1)]
+    asked.fail(ServerGone("one of them"))
+    assert not asked.answer.done()
 
 
 def test_calls_that_still_wait_when_their_juror_is_gone_get_an_error():
