@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import importlib.util
 import os
 import signal
@@ -270,11 +271,16 @@ def unread(pid: int) -> bytes:
     """What the sockets of a (stopped) process hold and it has not read; it must be a child of this one."""
     found, owner = b"", os.pidfd_open(pid)
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if not str(entry.readlink()).startswith("socket:"):
+        try:  # a process stops some time after it was told to, and may close descriptors meanwhile
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+        except FileNotFoundError:
             continue
         own = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, owner, int(entry.name), 0)
         if own < 0:
-            raise OSError(ctypes.get_errno(), f"no copy of descriptor {entry.name} of process {pid}")
+            if (error := ctypes.get_errno()) == errno.EBADF:
+                continue
+            raise OSError(error, f"no copy of descriptor {entry.name} of process {pid}")
         with socket.socket(fileno=own) as copy, suppress(OSError):  # nothing there; or it listens
             found += copy.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     os.close(owner)

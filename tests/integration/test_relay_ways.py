@@ -82,6 +82,10 @@ def stopped(pids):
             os.kill(pid, signal.SIGCONT)
 
 
+def engines_of(server):
+    return [pid for role, pid in server.pids().items() if role.startswith("engine")]
+
+
 def natively(relay):
     """Return whether the only lane's tickets go natively now, and how many are in flight there."""
     (held,) = relay.relay._lanes.values()
@@ -189,7 +193,7 @@ def test_a_ticket_for_rows_in_flight_is_refused_and_the_first_one_answered(serve
         client = RawClient(context, relay.address, "moody")
         client.ask(0, 1, ROW.tobytes())
         wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
-        with stopped([pid for role, pid in server.pids().items() if role.startswith("engine")]):
+        with stopped(engines_of(server)):
             number = client.send(0, 1, other.tobytes())
             wait_until(lambda: natively(relay) == (True, 1), 20, "it went natively")
             again = client.send(0, 1, ROW.tobytes())
@@ -268,7 +272,7 @@ def test_a_native_ticket_whose_engine_dies_is_computed_by_the_next(server, relay
         model(ROW)
         model(ROW)
         wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
-        doomed, *others = [pid for role, pid in server.pids().items() if role.startswith("engine")]
+        doomed, *others = engines_of(server)
         for engine in (doomed, *others):  # or one might answer before it is killed
             os.kill(engine, signal.SIGSTOP)
         ticket = model.submit(ROW[None], timeout=60)
@@ -286,15 +290,15 @@ def test_a_native_ticket_whose_engine_dies_is_computed_by_the_next(server, relay
 def test_a_broken_connection_loses_no_answer(server, relay):
     with connect(relay.address, timeout=60) as client:
         model = client.model("moody", rows=2)
-        slow = np.full((1, 4), 0.3 * SECOND, np.float32)
         for _ in range(3):
             model(ROW)
             model(ROW)
             wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
-            ticket = model.submit(slow, timeout=60)
-            wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
-            model.requests.lane._transport._connection.link.close()
-            np.testing.assert_array_equal(ticket.result(timeout=60).outputs, slow + 1)
+            with stopped(engines_of(server)):
+                ticket = model.submit(ROW[None], timeout=60)
+                wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+                model.requests.lane._transport._connection.link.close()
+            np.testing.assert_array_equal(ticket.result(timeout=60).outputs, ROW[None] + 1)
 
 
 def test_a_lane_released_in_flight_is_not_written_to(server, relay):
@@ -302,15 +306,18 @@ def test_a_lane_released_in_flight_is_not_written_to(server, relay):
     with server.connect() as client:  # the relays of earlier tests may still have some
         wait_until(lambda: gc.collect() >= 0 and client.status()["lanes"]["rows"] == 0, 30, "all rows are free")
     for _ in range(3):
-        with connect(relay.address, timeout=30) as client:
-            model = client.model("moody", rows=64)
-            model(ROW)
-            model(ROW)
-            model.submit(np.full((1, 4), 0.2 * SECOND, np.float32))
-            wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
-            (held,) = relay.relay._lanes.values()
-            link = held._native_for[0]
-        wait_until(lambda: not relay.relay._lanes, 20, "the release of the lane")
+        with contextlib.ExitStack() as engines:
+            with connect(relay.address, timeout=30) as client:
+                model = client.model("moody", rows=64)
+                model(ROW)
+                model(ROW)
+                wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
+                engines.enter_context(stopped(engines_of(server)))
+                model.submit(ROW[None])
+                wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+                (held,) = relay.relay._lanes.values()
+                link = held._native_for[0]
+            wait_until(lambda: not relay.relay._lanes, 20, "the release of the lane")
         assert not held.take_in() and not held._native.mine
         del link
         with connect(relay.address, timeout=30) as client:

@@ -251,7 +251,7 @@ class Lane:
         place = place._replace(engine=self.record(engine), incarnation=incarnation, number=engine)
         try:
             return self._transport.caller(place), incarnation
-        except TooManyFiles:
+        except (TooManyFiles, NotSent):
             return None, 0
 
     def able(self) -> tuple[tuple[int, int], ...]:

@@ -359,6 +359,41 @@ def test_the_owner_of_many_lanes_is_told_of_answers_on_armed_lanes(world, transp
     assert not transport.arm() and not transport.spin()
 
 
+@pytest.mark.parametrize("way", ["send", "exchange", "caller", "attach"])
+@pytest.mark.parametrize(("waits", "error"), [("words", RuntimeError), ("words", MemoryError), ("loop", RuntimeError)])
+def test_where_no_thread_can_wait_for_answers_nothing_is_sent_until_one_can(
+    world, transport, words, monkeypatch, waits, error, way
+):
+    """Otherwise nobody would ever be told of the answer; memory or processes are short for a moment."""
+    rings, told = world.begin(0, 10), []
+    loop = asyncio.new_event_loop()
+    transport.tell(words) if waits == "words" else transport.watch(loop, lambda: told.append(1))
+    ways = {
+        "send": lambda: transport.send(ticket(1)), "exchange": lambda: transport.exchange(ticket(1), 0.0),
+        "attach": lambda: transport.attach(0, 10),
+        "caller": lambda: transport.caller(RowPlace(0, 1, None, None, None, None, world.engines[:1], 10, 0)),
+    }  # fmt: skip
+
+    def fail(self):
+        raise error("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(2):
+            with pytest.raises(NotSent, match="no thread that waits for its answer could be started .* new thread"):
+                ways[way]()
+            assert not transport.holds(ticket(1)) and not rings.collect() and rings.attached == 0
+    transport.send(ticket(1))
+    assert rings.collect() == [1] and len(watchers()) == 1 and not transport.arm()
+    rings.answer()
+    if waits == "words":
+        wait_until(lambda: told_by(words), 30, "a word")
+    else:
+        loop.run_until_complete(asyncio.wait_for(asyncio.to_thread(wait_until, lambda: told, 30), 60))
+    transport.close()
+    loop.close()
+
+
 def test_an_owner_that_waits_itself_is_told_of_nothing_until_it_arms_again(world, transport, words, monkeypatch):
     noted = []
     for name in ("add", "pause", "remove"):

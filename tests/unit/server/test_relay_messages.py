@@ -239,6 +239,64 @@ def test_a_message_without_frames_and_one_that_fails_stop_no_other(world, monkey
     assert world.front.sent[-1] == [MINE, b"head of 6"]
 
 
+def test_who_sent_a_message_that_could_not_be_handled_is_told_at_once_and_may_send_it_again(world, monkeypatch):
+    """Memory or threads may be short for a moment; without an answer its sender waits for its whole time-out."""
+    lease = world.lease()
+    lane, submit = world.link.lanes[0], world.link.lanes[0].submit
+    lane.in_flight, lane.answers = {}, True
+
+    def fail(*given):
+        raise RuntimeError("can't start new thread")
+
+    lane.submit = fail
+    world.say(record(lease.lease), X)
+    ((number, incarnation, code, text),) = world.heads()
+    assert (number, incarnation, code) == (5, 9, Code.BUSY)
+    assert text == "the relay could not handle a message: RuntimeError: can't start new thread; ask again later"
+    assert [event for event, _ in world.logged] == ["bad message"]
+    lane.submit = submit
+    world.say(record(lease.lease), X)
+    assert world.heads() == [(5, 9, Code.OK, "")], "its rows are free"
+    with monkeypatch.context() as patch:
+        patch.setattr(world.relay, "_carry_out", fail)
+        world.call(lease=LeaseRequest(model="m", rows=1))
+    (reply,) = world.replies()
+    assert reply.error.code == Code.BUSY and "can't start new thread; ask again later" in reply.error.message
+
+
+def test_a_ticket_that_its_lane_has_is_answered_though_sending_it_failed(world):
+    lease = world.lease()
+    lane = world.link.lanes[0]
+    lane.in_flight = {}
+
+    def fail(first, rows, *more):
+        lane.in_flight[1] = Sent(first, rows)
+        raise MemoryError
+
+    lane.submit = fail
+    world.say(record(lease.lease), X)
+    assert not world.heads()
+    world.say(record(lease.lease, sequence=6), X)
+    ((_, _, code, text),) = world.heads()
+    assert code == Code.BUSY and "some of these rows belong to a ticket that is not answered yet" in text
+    lane.sent, lane.answers = list(lane.in_flight.values()), True
+    world.relay.pump()
+    assert world.heads() == [(5, 9, Code.OK, "")]
+
+
+@pytest.mark.parametrize("where", ["enter", "watch"])
+def test_a_lane_that_the_relay_cannot_hold_is_given_back_and_its_client_told(world, monkeypatch, where):
+    def fail(*given):
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((world.link, "enter") if where == "enter" else (Lane, "watch")), fail)
+        error = world.lease()
+    assert error.code == Code.BUSY and "MemoryError: none left; ask again later" in error.message
+    assert [lane.closed for lane in world.link.lanes] == ([] if where == "enter" else [1]) and not world.relay._lanes
+    assert world.lease().rows == 4
+
+
 @pytest.mark.parametrize(
     ("frames", "says"),
     [

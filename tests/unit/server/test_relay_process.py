@@ -56,8 +56,55 @@ def test_memory_is_limited_to_so_many_bytes_more_than_there_are(monkeypatch: pyt
     monkeypatch.setattr(process, "Path", lambda _: SimpleNamespace(read_text=lambda: status))
     monkeypatch.setattr(process.resource, "getrlimit", lambda which: (5, 1 << 40))
     monkeypatch.setattr(process.resource, "setrlimit", lambda which, limit: limits.append(limit))
-    _limit_memory(1000)
+    most = _limit_memory(1000)
     assert limits == ([(100 * 1024 + 1000, 1 << 40)] if "100" in status else [])
+    assert most == (100 * 1024 + 1000 if "100" in status else None)
+
+
+@pytest.mark.parametrize(
+    ("taken", "ends"),
+    [
+        ((90, 90, 90), 3),  # MiB, of 100: 16 must be left
+        ((90, 90, 84, 90, 90, 85), 6),
+        ((84,) * 6, None),
+        ((90, 90), None),
+    ],
+)
+def test_a_relay_without_memory_for_a_thread_ends_if_that_lasts(
+    monkeypatch: pytest.MonkeyPatch, taken: tuple[int, ...], ends: int | None
+) -> None:
+    """What a flood has made it take stays its allocator's: nothing that needs a thread would ever work again."""
+    looks: list[int] = []
+    left = list(taken)
+    monkeypatch.setattr(process, "_taken", lambda: left.pop(0) << 20)
+    monkeypatch.setattr(process, "_RECLAIM", 0.0)
+    monkeypatch.setattr(process, "_LOOK_AFTER", 0.001)
+
+    async def until(most: int | None) -> bool:
+        stop = asyncio.Event()
+
+        def reclaim() -> None:
+            looks.append(1)
+            if ends is None and len(looks) == len(taken):
+                stop.set()
+
+        relay: Any = SimpleNamespace(look_after=lambda: None, reclaim=reclaim)
+        front: Any = SimpleNamespace(held=lambda: {"answers": {"bytes": 0}})
+        return await asyncio.wait_for(process._until(stop, relay, front, most), 60)
+
+    assert asyncio.run(until(100 << 20)) is (ends is None)
+    assert len(looks) == (ends or len(taken))
+    left[:], looks[:] = [], []
+    ends, taken = None, (1,)
+    assert asyncio.run(until(None)) is True, "without a limit"
+
+
+def test_what_the_kernel_counts_is_what_it_limits() -> None:
+    taken = process._taken()
+    assert taken is not None and taken > 1 << 20
+    memory = bytearray(64 << 20)
+    more = process._taken()
+    assert more is not None and more - taken >= len(memory)
 
 
 @pytest.mark.parametrize("tcp", ["192.0.2.1:1", "127.0.0.1:port"])

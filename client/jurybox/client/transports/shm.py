@@ -13,7 +13,7 @@ import numpy as np
 from jurybox import native
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.transports.transport import NotSent, RowPlace, Transport, Watching
-from jurybox.protocol.errors import SharedMemoryError
+from jurybox.protocol.errors import SharedMemoryError, said
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.shm_rings import ShmRings
@@ -133,7 +133,7 @@ class ShmTransport(Transport):
             words.add(rings.memory, self._lane)
 
     def attach(self, engine: int, incarnation: int) -> native.ShmRingsClient | None:
-        """Attach to the rings of an engine's incarnation; None if it is being replaced. Raises TooManyFiles."""
+        """Attach to the rings of an engine's incarnation; None if it is being replaced. Raises as `send`."""
         rings = self._attached(engine, incarnation)
         return None if rings is None else rings.client
 
@@ -190,10 +190,19 @@ class ShmTransport(Transport):
             outlived = key[0] == engine and key[1] not in (incarnation, serving)
             if outlived and (earlier := self._rings.pop(key, None)) is not None:
                 self._detach(earlier)
-        if self._watching is not None:
-            self._watching.add(rings)
-        if self._words is not None:
-            self._words.add(memory, self._lane)
+        try:
+            if self._watching is not None:
+                self._watching.add(rings)
+            if self._words is not None:
+                self._words.add(memory, self._lane)
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # the system has no more threads for this process, or no memory for one
+            if not client.in_flight and self._rings.get((engine, incarnation)) is rings:
+                del self._rings[engine, incarnation]
+                self._detach(rings)
+            raise NotSent(f"no thread that waits for its answer could be started ({said(error)})") from None
         return rings
 
     def _detach(self, rings: _AttachedRings) -> None:
@@ -219,7 +228,7 @@ class Words:
             os.close(self.descriptor)
 
     def add(self, rings: ShmRings, lane: int) -> None:
-        """Start to watch a lane of these rings."""
+        """Start to watch a lane of these rings. Raises RuntimeError if a thread cannot be started: `remove` it then."""
         key = (rings.segment.name, lane // native.RINGS_SLEEPERS)
         if (word := self._words.get(key)) is None:
             word = native.ShmRingsWord(rings.segment.array(np.uint8, (native.RINGS_BYTES,)), lane)

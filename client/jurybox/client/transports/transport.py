@@ -220,8 +220,8 @@ class Transport(Protocol):
     a destructor, which uses the same transport. So a transport always knows which tickets it has sent, and an answer
     stays with it until it is settled: `receive` returns it again.
 
-    `send`, `exchange` and `caller` raise TooManyFiles if a connection to the engine is needed and cannot be opened;
-    the first two raise NotSent.
+    `send`, `exchange` and `caller` raise TooManyFiles if a connection to the engine is needed and cannot be opened, and
+    NotSent.
     """
 
     def send(self, ticket: InFlight) -> None:

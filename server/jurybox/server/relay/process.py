@@ -27,6 +27,8 @@ _LOOK_AFTER = 0.1  # seconds between two checks of the engines
 _RECLAIM = 1.0  # seconds between two checks whether clients are connected
 _KEPT = 8 << 20  # bytes of freed memory that the process keeps, for the buffers of large messages
 _OWN = 64 << 20  # bytes that the process may take besides what it holds for clients
+_SPARE = 16 << 20  # bytes that it must be able to take still: a thread's stack has 8 MiB
+_FULL = 3  # checks in a row that find less: what was freed stays the allocator's, and no more will come
 _FIRST_TO_DIE = 500  # of -1000..1000: when memory runs out, the kernel kills this process before an engine
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 
@@ -45,8 +47,7 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
     back.connect(orders["address"])
     relay = Relay(front, back, link, log.warning, orders["sessions_share"])
-    if isinstance(front, ZmqListener):
-        _limit_memory(most_held(orders["max_message"]) + _OWN)
+    most = _limit_memory(most_held(orders["max_message"]) + _OWN) if isinstance(front, ZmqListener) else None
 
     def obey(kind: str) -> None:
         if kind == "drain":
@@ -59,7 +60,9 @@ async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> 
     log.debug("listening", tcp=front.bound)
     try:
         async with signs_of_life(control_pipe, lambda: {"relay": front.held()}):
-            await _until(stop, relay, front)
+            if not await _until(stop, relay, front, most):
+                log.warning("no memory left, it is restarted", limit_mib=(most or 0) >> 20)
+                return FAILED
     except ServerGone:
         return STOPPED
     finally:
@@ -79,18 +82,40 @@ def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> Z
     return ZmqListener(context, orders["tcp"], orders["curve_key"], orders["curve_clients"], orders["max_message"])
 
 
-def _limit_memory(more: int) -> None:
+def _limit_memory(more: int) -> int | None:
     """Let the process take at most so many bytes more: libzmq counts nothing of what arrives.
 
     Beyond that libzmq ends the connection whose message has no room, or the process, which is restarted.
+
+    Returns:
+        How many bytes it may have; None if there is no limit.
     """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
+    if (used := _taken()) is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (used + more, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        return used + more
+    return None
 
 
-async def _until(stop: asyncio.Event, relay: Relay, front: ZmqListener | ZmtpListener) -> None:
-    loop, freed = asyncio.get_running_loop(), FreedMemory()
+def _taken() -> int | None:
+    """Return how many bytes the kernel counts against the limit; None if it does not tell."""
+    try:
+        return int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+async def _until(stop: asyncio.Event, relay: Relay, front: ZmqListener | ZmtpListener, most: int | None) -> bool:
+    """Look after the relay until it is to stop.
+
+    Args:
+        most: how many bytes the process may have; None: any number.
+
+    Returns:
+        False if it has taken them for good and could not even start a thread: then it must be started again.
+    """
+    loop, freed, full = asyncio.get_running_loop(), FreedMemory(), 0
     reclaim_at = loop.time() + _RECLAIM
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
@@ -101,7 +126,11 @@ async def _until(stop: asyncio.Event, relay: Relay, front: ZmqListener | ZmtpLis
             held = front.held()
             requests, answers = held.get("received", {}), held["answers"]
             freed.look(requests.get("bytes", 0) + answers["bytes"], held.get("connections", 0))
+            full = full + 1 if most is not None and (_taken() or 0) > most - _SPARE else 0
+            if full == _FULL:
+                return False
             reclaim_at = loop.time() + _RECLAIM
+    return True
 
 
 def run(control_pipe: ControlPipe) -> int:

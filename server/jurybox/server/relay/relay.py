@@ -235,7 +235,7 @@ class Relay:
                 frames = self._back.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
-            self._safely(self._on_reply, frames)
+            self._on_reply(frames)
         return True
 
     def _from_clients(self) -> bool:
@@ -244,14 +244,26 @@ class Relay:
             frames = self._front.receive(self._expected)
             if frames is None:
                 return False
-            self._safely(self._from_client, frames)
+            try:
+                self._from_client(frames)
+            except Exception as error:  # noqa: BLE001  one message must not stop the others; its client is told
+                with contextlib.suppress(Exception):
+                    self._refuse(frames, self._not_handled(error))
         return True
 
-    def _safely(self, handle: Callable[[list[Any]], None], frames: list[Any]) -> None:
-        try:
-            handle(frames)
-        except Exception as error:  # noqa: BLE001  one message must not stop the others
-            self._warn(f"a message could not be handled: {said(error, 200)}")
+    def _not_handled(self, error: Exception) -> Error:
+        """Return the error for a message that raised what is none, such as for want of memory."""
+        why = f"the relay could not handle a message: {said(error, 200)}"
+        self._warn(why)
+        return Error(f"{why}; ask again later", Code.BUSY)
+
+    def _refuse(self, frames: list[Any], error: Error) -> None:
+        """Answer a client's message with an error."""
+        first, *number = (*map(bytes, frames[1:3]), b"")
+        if first == PREFIX:
+            self._reply(frames[0], number[0], _failed(error))
+        else:
+            self._on_refused(frames[0], first, error)
 
     def _expected(self, first: bytes) -> int:
         """Return the size of the frames that follow a ticket; 0 if it is unknown."""
@@ -403,11 +415,12 @@ class Relay:
             return  # it came after _CALL_TIMEOUT
         _, sender, number, answer = call
         self._calls_of[sender] -= 1
-        reply = ControlReply.FromString(frames[2].bytes)
         try:
-            reply = answer(reply)
+            reply = answer(ControlReply.FromString(frames[2].bytes))
         except Error as error:
             reply = _failed(error)
+        except Exception as error:  # noqa: BLE001  one answer must not stop the others; its client is told
+            reply = _failed(self._not_handled(error))
         if not self._reply(sender, number, reply) and reply.HasField("lease"):
             self._drop(reply.lease.lease)  # the client is reconnecting and will never learn of the lease
 
@@ -436,15 +449,15 @@ class Relay:
             raise Error(f"lane {lease.lane} is locked by another client: ask again", Code.BUSY)
         try:
             self._require_share(sender, lease)
-        except Error:
+            number = secrets.randbits(63) | 1
+            granted = Lease(model=lease.model, lease=number, rows=lease.rows, priority=lease.priority)
+            granted.model.arena = ""
+            held = RelayedTickets(lane, sender, call, granted, lease.first_row, lease.rows)
+            held.watch(self._loop, self._words, self._serve)
+        except BaseException:
             lane.close()
             raise
-        number = secrets.randbits(63) | 1
-        granted = Lease(model=lease.model, lease=number, rows=lease.rows, priority=lease.priority)
-        granted.model.arena = ""
-        held = RelayedTickets(lane, sender, call, granted, lease.first_row, lease.rows)
         self._lanes[number] = held
-        held.watch(self._loop, self._words, self._serve)
         return ControlReply(lease=granted)
 
     def _require_share(self, sender: bytes, lease: Lease) -> None:

@@ -14,6 +14,7 @@ from jurybox import native
 from jurybox.client.in_flight import InFlight
 from jurybox.client.lane import Lane
 from jurybox.client.transports.shm import ShmTransport, Words
+from jurybox.client.transports.transport import NotSent
 from jurybox.protocol import row_frames
 from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import MOST_TEXT, Code, Error, TooManyFiles, cut
@@ -91,7 +92,7 @@ class RelayedTickets:
         for engine, incarnation in able:
             try:
                 client = self._shm.attach(engine, incarnation)
-            except TooManyFiles:
+            except (TooManyFiles, NotSent):
                 client = None
             if client is None:  # it is being replaced, for example
                 return False
@@ -207,11 +208,15 @@ class RelayedTickets:
         else:
             row_frames.unpack(self.lane.columns, "inputs", start, ticket.rows, [memoryview(body) for body in bodies])
         deadline = time.monotonic_ns() + min(max(ticket.left, 1), _LONGEST_NS)
+        try:
+            sent = self.lane.submit(start, ticket.rows, deadline, ticket.version, self._this)
+        except Exception:
+            has = next((each for each in self.lane.in_flight.values() if each.first == start), None)
+            if has is None:
+                raise
+            sent = has  # the lane's next check sends it, unless it was sent
         self._busy[first:end] = b"\1" * ticket.rows
-        self._in_flight[ticket.sequence] = (
-            ticket,
-            self.lane.submit(start, ticket.rows, deadline, ticket.version, self._this),
-        )
+        self._in_flight[ticket.sequence] = ticket, sent
 
     def answers(self, has_room: Callable[[bytes, int], bool] = lambda *_: True) -> Iterator[list[Any]]:
         """Yield new answers as frames to send.
