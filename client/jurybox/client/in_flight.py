@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 import weakref
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.locks import IN_SERVICE, LockTurn, Taken, is_serving
+from jurybox.protocol.timeouts import seconds
 
 if TYPE_CHECKING:
     import asyncio
@@ -22,19 +22,9 @@ T = TypeVar("T")
 
 UNSENT = -1  # replaces an engine's number
 LOOK_AFTER = 0.1  # seconds without an answer after which the scoreboard is checked for the engine's state
-LONGEST = 1e8  # seconds, about three years; the cap of all time-outs, so that none overflows
 
 # An awaited future and its loop.
 Waiter: TypeAlias = "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]"
-
-
-def seconds(timeout: float) -> float:
-    """Return a time-out clipped to [0, LONGEST]. Raises ValueError for nan."""
-    if 0.0 <= timeout <= LONGEST:
-        return timeout
-    if math.isnan(timeout):
-        raise ValueError(f"timeout={timeout!r}: expected seconds")
-    return 0.0 if timeout < 0.0 else LONGEST
 
 
 class Claim:

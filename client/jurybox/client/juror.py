@@ -39,6 +39,7 @@ from jurybox.protocol.errors import (
 from jurybox.protocol.locks import NESTED
 from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
+from jurybox.protocol.timeouts import seconds
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -120,7 +121,7 @@ class Juror:
         self._inputs = dict(inputs or {})
         self._output = output
         self._address = address
-        self._timeout = timeout
+        self._timeout = seconds(timeout)
         self._priority = whole(priority, "priority", FIRST, LAST)
         self._start()
 

@@ -289,7 +289,6 @@ class LocalLink(ControlLink):
             self.scoreboard = None  # existing lanes still read it, and see there that their server is gone
             try:
                 scoreboard = Scoreboard.attach(self._info.scoreboard)
-                weakref.finalize(scoreboard, scoreboard.segment.close)
                 self.scoreboard = scoreboard
                 return
             except SharedMemoryError as error:

@@ -8,7 +8,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
 from jurybox.client.requests import Requests
 from jurybox.client.row_allocator import version_of, whole
@@ -19,6 +18,7 @@ from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch, StaleLease
 from jurybox.protocol.locks import Taken
 from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.timeouts import seconds
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jurybox.client.call_rows import CallRow
-from jurybox.client.in_flight import ModelLock, seconds
+from jurybox.client.in_flight import ModelLock
 from jurybox.client.lane import Lane
 from jurybox.client.pieces import Pieces
 from jurybox.client.row_allocator import RowRun
@@ -20,6 +20,7 @@ from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
 from jurybox.protocol.locks import NESTED, Taken
 from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.timeouts import seconds
 
 
 class Requests:

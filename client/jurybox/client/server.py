@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jurybox.client.in_flight import seconds
 from jurybox.client.lane import Lane
 from jurybox.client.model import Model
 from jurybox.client.requests import Requests
@@ -21,6 +20,7 @@ from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Tim
 from jurybox.protocol.forks import Closing
 from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import ModelSpec
+from jurybox.protocol.timeouts import seconds
 
 # ZeroMQ and protobuf are imported on the first connection: importing them takes as long as the rest of the client.
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ import socket
 import stat
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ Maker = Callable[[str, int], "Segment"]
 class Segment:
     """A mapped segment. Create it with `create` (the owner) or `attach` (other processes).
 
+    It closes its descriptor, and with it ends its locks, in `close`, or when it is garbage-collected.
+
     Attributes:
         name: its file name in `directory()`.
         size: bytes.
@@ -105,6 +108,8 @@ class Segment:
             self._map: mmap.mmap | None = mmap.mmap(own, size, access=access)
         finally:
             os.close(own)
+        self._close = weakref.finalize(self, os.close, fd)  # last: until here the descriptor is the caller's
+        self._close.atexit = False
 
     @classmethod
     def create(cls, name: str, size: int, *, allocate: bool = True) -> Segment:
@@ -128,6 +133,7 @@ class Segment:
             fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_made(folder, error) from error
+        segment = None
         try:
             # Allocate now: a page that cannot be allocated later would raise SIGBUS in the process that touches it.
             if allocate:
@@ -139,7 +145,10 @@ class Segment:
             _link(fd, folder / name)
             return segment
         except OSError as error:
-            os.close(fd)
+            if segment is None:
+                os.close(fd)
+            else:
+                segment.close()
             if error.errno == errno.ENOSPC:
                 raise _no_room(folder, name, size) from error
             if exhausted(error):
@@ -258,9 +267,8 @@ class Segment:
 
     def close(self) -> None:
         """Close the file and release its locks. The mapping is removed with the last array over it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd = -1
+        self._close()
         self._map = None
 
     def unlink(self) -> None:

@@ -34,6 +34,8 @@ class ShmRings:
         segment, pipes = Segment.attach_with(name)
         if len(pipes) != 1:
             segment.close()
+            for pipe in pipes:
+                os.close(pipe)
             raise SharedMemoryError(f"{name} is no rings: {len(pipes)} pipes came with it, expected 1")
         return cls(segment, pipes[0])
 

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 from tests.serving import wait_until
 
-from jurybox.client.in_flight import LONGEST, UNSENT, Claim, InFlight, ModelLock, seconds, wake
+from jurybox.client.in_flight import UNSENT, Claim, InFlight, ModelLock, wake
 from jurybox.protocol.errors import Refused, Timeout
 from jurybox.protocol.locks import mark_serving
+from jurybox.protocol.timeouts import LONGEST, seconds
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from torch import nn
 
-from jurybox.client.in_flight import LONGEST, ModelLock, seconds
+from jurybox.client.in_flight import ModelLock
 from jurybox.client.model import Model
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Busy, ModelFailed, Refused, ServerGone, SpecMismatch, StaleLease, Timeout
 from jurybox.protocol.locks import mark_serving
 from jurybox.protocol.scoreboard import NORMAL
+from jurybox.protocol.timeouts import LONGEST, seconds
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 

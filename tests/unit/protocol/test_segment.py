@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -6,10 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 
+from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol import segment as module
-from jurybox.protocol.errors import SharedMemoryError
-from jurybox.protocol.segment import Segment, available_bytes, dead, directory, segment_name, sibling, sweep
+from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError
+from jurybox.protocol.scoreboard import Scoreboard
+from jurybox.protocol.segment import OWNER_LOCK, Segment, available_bytes, dead, directory, segment_name, sibling, sweep
+from jurybox.protocol.shm_rings import ShmRings
+from jurybox.protocol.timings import Timings
+from jurybox.protocol.weights import WeightsChannel
+from jurybox.training.replay import Field, Replay
+from jurybox.training.runtime.scoreboard import RunScoreboard
 
 pytestmark = pytest.mark.usefixtures("empty_shared_memory")
 
@@ -167,3 +177,69 @@ def test_a_names_parts_are_its_user_its_owner_and_its_kind():
     assert module._user_of("jurybox-7-x-y-0") == 7
     for other in ("jurybox", "jurybox-7", "other-7-x-y-0", "jurybox-me-x-y-0"):
         assert module._user_of(other) is None
+
+
+NUMBER = TensorSpec("float32")
+
+
+def other_than(name):
+    """What is in shared memory under a name is something else, of one page."""
+    return {
+        "arena": lambda: Arena.attach(name, ArenaLayout(ModelSpec("m", {"x": NUMBER}, {"y": NUMBER}), 8)),
+        "scoreboard": lambda: Scoreboard.attach(name),
+        "timings": lambda: Timings.attach(name),
+        "rings": lambda: ShmRings.attach(name),
+        "weights": lambda: WeightsChannel.attach(name),
+        "run": lambda: RunScoreboard.attach(name),
+        "replay": lambda: Replay.attach("t"),
+        "taken": lambda: Segment.create(name, 4096),
+    }
+
+
+@pytest.mark.parametrize("what", other_than(""))
+def test_what_is_something_else_leaves_no_descriptor_and_no_lock(what):
+    """Whoever asks again and again would otherwise run out of them."""
+    with Segment.create(segment_name("t", "replay"), 4096) as segment:
+        segment.array(np.uint8, (4096,))[:] = 255
+        before = open_files()
+        for _ in range(3):
+            with pytest.raises((ProtocolMismatch, SharedMemoryError, TypeError, ValueError)):
+                other_than(segment.name)[what]()
+        gc.collect()
+        assert open_files() == before
+    assert not (directory() / segment.name).exists()
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": float("nan")}, {"threads": -1}, {"seed": "x"}])
+def test_a_replay_that_could_not_be_made_leaves_neither_memory_nor_a_name(wrong, tmp_path):
+    for where in ("t", tmp_path / "rows"):
+        before = open_files()
+        with pytest.raises((TypeError, ValueError)):
+            Replay.create(where, 8, {"x": Field(())}, **wrong)
+        gc.collect()
+        assert open_files() == before and not list(directory().iterdir()) and not list(tmp_path.iterdir())
+        with Replay.create(where, 8, {"x": Field(())}) as replay:
+            replay.unlink()
+
+
+def test_a_segment_that_nobody_has_any_more_closes_itself_and_arrays_over_it_stay():
+    before = open_files()
+    owner = Segment.create(segment_name("t", "a"), 4096)
+    array = owner.array(np.uint8, (4096,))
+    array[:] = 7
+    descriptor, other = owner.fd, Segment.attach(owner.name)
+    assert module.is_locked(other.fd, OWNER_LOCK)
+    del owner
+    gc.collect()
+    assert not module.is_locked(other.fd, OWNER_LOCK) and (array == 7).all()
+    own = os.open("/dev/null", os.O_RDONLY)
+    assert own == descriptor, "the number is another's now"
+    other.close()
+    other.close()
+    del other
+    gc.collect()
+    assert os.fstat(own) and sweep() == [segment_name("t", "a")]
+    os.close(own)
+    del array
+    gc.collect()
+    assert open_files() == before

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from jurybox.client import Server, connect
 from jurybox.protocol.errors import Error, Refused, ServerGone
 from jurybox.protocol.segment import directory
+from jurybox.protocol.timeouts import seconds
 
 Models = Mapping[str, Mapping[str, Any]]
 
@@ -146,7 +147,7 @@ def reach(
     Raises:
         ServerGone: it was not found in time; the message has the error of the last attempt.
     """
-    until, why = time.monotonic() + timeout, "its address has not been published"
+    until, why = time.monotonic() + seconds(timeout), "its address has not been published"
     while True:
         endpoint = find()
         if endpoint is not None:

@@ -33,6 +33,7 @@ from jurybox.cluster.feeder import Feeder
 from jurybox.cluster.host import LocalNames
 from jurybox.cluster.traffic import HostView, Traffic
 from jurybox.protocol.errors import ServerGone
+from jurybox.protocol.timeouts import seconds
 from jurybox.training.runtime.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there
@@ -187,7 +188,7 @@ def endpoint(name: str, timeout: float = START) -> Endpoint:
     Raises:
         EngineNotStarted: it could not be started; ServerGone: it was not found within `timeout` seconds.
     """
-    until, why = time.monotonic() + timeout, ""
+    until, why = time.monotonic() + seconds(timeout), ""
     while (left := until - time.monotonic()) > 0:
         try:
             actor = ray.get_actor(_actor_name(name), NAMESPACE)
@@ -210,7 +211,7 @@ def endpoint(name: str, timeout: float = START) -> Endpoint:
 def connect(name: str, timeout: float = START, alive: Callable[[], None] = lambda: None) -> Server:
     """Connect to an engine; waits for one that is starting or moving. As `endpoints.reach`."""
 
-    until = time.monotonic() + timeout
+    until = time.monotonic() + seconds(timeout)
 
     def find() -> Endpoint | None:
         try:

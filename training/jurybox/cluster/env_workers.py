@@ -23,6 +23,7 @@ from jurybox.cluster.local_calls import NEW, RAISED, VALUE, Answer, CallConnecti
 from jurybox.cluster.vector_env import LOST
 from jurybox.protocol.errors import Timeout
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.timeouts import seconds
 from jurybox.training import interrupts
 from jurybox.training.vector.worker import WorkerFailed, worker_error
 
@@ -117,7 +118,7 @@ class EnvWorkers(Closing):
         timeout: float = 60.0,
     ) -> None:
         self._needs = needs or Needs()
-        self._timeout = timeout
+        self._timeout = seconds(timeout)
         self._configs = [(list(sys.path), dict(environment or {}), cloudpickle.dumps(make)) for make in makers]
         self._lives = [0] * len(makers)
         self._deaths = [0] * len(makers)

@@ -15,6 +15,7 @@ from jurybox.protocol import forks
 from jurybox.protocol import remote_weights_pb2 as pb
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.locks import TimedLock
+from jurybox.protocol.timeouts import seconds
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name
@@ -42,7 +43,7 @@ class _RemoteEnd(forks.Closing):
         self._channel = channel
         self._model = model
         self._metadata = metadata
-        self._timeout = timeout
+        self._timeout = seconds(timeout)
         self._turn = TimedLock(f"a transfer of the weights of {model!r}")
         self._closed = False
         self._forked = False
@@ -290,7 +291,7 @@ class RemoteWeightsReader(_RemoteEnd):
             ServerGone: the gateway cannot be reached.
             Refused: this reader was closed or was created before a fork.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else time.monotonic() + seconds(timeout)
         while True:
             try:
                 return self._asked(self._read, until)

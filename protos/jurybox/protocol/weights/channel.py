@@ -14,7 +14,6 @@ import math
 import re
 import struct
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -98,7 +97,6 @@ class WeightsChannel(forks.Closing):
         self._data = [memory[first + i * stride : first + i * stride + weights_bytes] for i in range(slots)]
         self._keep_alive = False
         forks.register(self)
-        weakref.finalize(self, segment.close)  # closes the descriptor if the object is dropped without `close`
 
     @classmethod
     def create(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from jurybox.protocol.errors import ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.timeouts import seconds
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra
 
@@ -94,7 +95,7 @@ class WeightsReader(Closing):
         Raises:
             ServerGone: no process can publish one any more.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + seconds(timeout)
         while not self.channel.slots.wait_newer(seen, min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))):
             self.require_owner()
             if time.monotonic() >= end:
@@ -136,7 +137,7 @@ class WeightsReader(Closing):
         if (max_lag is None and most == 0) or self.lag() <= most:
             return True
         self.held_back += 1
-        began = time.monotonic()
+        began, timeout = time.monotonic(), seconds(timeout)
         try:
             while (fresh := self.lag() <= most) is False and time.monotonic() - began < timeout:
                 if time.monotonic() - self._looked > _SLICE_SECONDS:
@@ -224,7 +225,7 @@ class WeightsReader(Closing):
         self, own: _Scratch, parts: npt.NDArray[np.uint64], timeout: float, verify: bool = True
     ) -> tuple[int, bytes]:
         self.require_owner()
-        end, copies, buffer = time.monotonic() + timeout, 0, own.extra
+        end, copies, buffer = time.monotonic() + seconds(timeout), 0, own.extra
         while True:
             slice_ = min(_SLICE_SECONDS, max(0.0, end - time.monotonic()))
             version, extra_bytes, published_ns, tries = self.channel.slots.read(parts, buffer, slice_, verify)

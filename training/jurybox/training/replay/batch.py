@@ -17,6 +17,7 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol.errors import SpecMismatch, Timeout
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.timeouts import seconds
 from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.options import ForkGuard, Windows
 
@@ -176,7 +177,7 @@ class Prefetch(ForkGuard, Closing):
         windows = self._options.pop("windows", None)
         arguments = () if windows is None else (windows,)
         self._n = n
-        self._timeout = timeout
+        self._timeout = seconds(timeout)
         self._device = device
         # One more than the depth: the batch that the caller holds. The queues are simple ones, which have no lock in
         # Python code: a signal handler or a destructor within `next` may ask for a batch, too, and close.

@@ -17,6 +17,7 @@ from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 from jurybox.protocol.locks import TimedLock
 from jurybox.protocol.segment import Segment
+from jurybox.protocol.timeouts import seconds
 from jurybox.training.replay import load as loading
 from jurybox.training.replay import save as saving
 from jurybox.training.replay.batch import Batch, Prefetch
@@ -85,7 +86,7 @@ class Replay:
         self.name = name
         self.layout = layout
         self._segment: Segment | None = segment
-        self.parts = open_parts(segment, layout, threads=threads, seed=seed, timeout=timeout)
+        self.parts = open_parts(segment, layout, threads=threads, seed=seed, timeout=seconds(timeout))
         self._pool = self.parts[0]
         self.saved: Saved | None = None
         self._saving = TimedLock("a save of this replay")
@@ -93,7 +94,6 @@ class Replay:
         self.add: Adding = self._pool.ring.add
         self.extend: Adding = self._pool.ring.extend
         forks.register(self)
-        weakref.finalize(self, segment.close)  # closes the descriptor of a replay that was not closed
 
     @classmethod
     def create(
@@ -140,10 +140,15 @@ class Replay:
         )
         where = check_name(name)
         segment = make_segment(where, layout.segment_bytes)
-        format_parts(segment, layout)
-        if populate:
-            segment.populate()
-        return cls(segment, layout, name=where, threads=threads, seed=seed, timeout=timeout)
+        try:
+            format_parts(segment, layout)
+            if populate:
+                segment.populate()
+            return cls(segment, layout, name=where, threads=threads, seed=seed, timeout=timeout)
+        except BaseException:
+            path_of(where).unlink(missing_ok=True)
+            segment.close()
+            raise
 
     @classmethod
     def attach(
@@ -316,7 +321,7 @@ class Replay:
             Timeout: the rate limiter allowed no sample.
         """
         ring = part.ring
-        wait = ring.timeout if timeout is None else max(0.0, timeout)
+        wait = ring.timeout if timeout is None else seconds(timeout)
         status = ring.sample(columns, n, first, replace, prioritized, beta, part.mark, wait)
         if status == 0:
             return
@@ -381,7 +386,8 @@ class Replay:
 
     def prefetch(self, n: int, *, depth: int = 2, device: str | None = None, **options: Any) -> Prefetch:
         """Sample batches in advance on a thread, with device="cuda" on the device. Options as for `sample`."""
-        wait = options.pop("timeout", self.parts[0].ring.timeout)
+        given = options.pop("timeout", None)
+        wait = self.parts[0].ring.timeout if given is None else given
         return Prefetch(self.batch, self.sample, n, depth=depth, device=device, timeout=wait, options=options)
 
     def resident(self, device: str, *, capacity: int | None = None, seed: int | None = None) -> Resident:

@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from jurybox.protocol.segment import Segment, segment_name
+from jurybox.protocol.timeouts import seconds
 from jurybox.training.environments.gymnasium_env import reset_mask
 from jurybox.training.spaces import take
 from jurybox.training.vector.layout import InfoFields, Shared, add, arrange, put, shared_infos
@@ -90,7 +91,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         self._seed_life = np.zeros(n, np.int64)
         self._cut_life = np.zeros(n, np.int64)
         self._seeds: list[int | None] = [None] * n  # of the run
-        self._pool = WorkerPool(env_fns, workers, self.autoreset_mode, timeout, start_timeout)
+        self._pool = WorkerPool(env_fns, workers, self.autoreset_mode, seconds(timeout), seconds(start_timeout))
         try:
             self._shared = self._start_workers()
         except BaseException:
@@ -263,7 +264,7 @@ class ProcessVectorEnv(VectorEnv[Any, Any, Any]):
         under_way = len(self._ready) + sum(map(len, self._pool.pending))
         if under_way < count:
             raise RuntimeError(f"expected actions sent to {count} environments, got {under_way}: send them first")
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else time.monotonic() + seconds(timeout)
         while len(self._ready) < count:
             for numbers, extras, replaced in self._pool.wait(until):
                 if replaced:
