@@ -11,8 +11,9 @@ import pytest
 from tests.loops import turns
 
 from jurybox.client.transports.shm import ShmTransport
+from jurybox.client.transports.transport import NotSent
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.protocol.errors import Busy, Code
+from jurybox.protocol.errors import Code, TooManyFiles
 from jurybox.server.frontend.returns import BRIEF
 from jurybox.server.gateway.inference import fast_path
 from jurybox.server.gateway.inference.fast_path import FastPath, FastPaths
@@ -26,11 +27,11 @@ class Transport(ShmTransport):
     """The rings of engines, which are only named here."""
 
     def __init__(self) -> None:
-        self.full = False
+        self.full: Exception | None = None
 
     def attach(self, engine: int, incarnation: int) -> Any:
-        if self.full:
-            raise Busy("no descriptors are left")
+        if self.full is not None:
+            raise self.full
         return f"rings of {engine}"
 
 
@@ -385,10 +386,11 @@ async def test_engines_are_attached_when_they_serve_the_present_ones_first(world
     world.path.mend()
     assert len(world.native.attached) == 2
     world.lane.serving = [(1, 10)]
-    world.lane.transport.full = True
-    world.path.mend()
-    assert len(world.native.attached) == 2
-    world.lane.transport.full = False
+    for full in (TooManyFiles("no descriptors are left"), NotSent("no threads are left")):
+        world.lane.transport.full = full
+        world.path.mend()
+        assert len(world.native.attached) == 2
+    world.lane.transport.full = None
     world.path.mend()
     assert world.native.attached[2:] == [[("rings of 1", 10), ("rings of 0", 1)]], "0 may still write to its rows"
 

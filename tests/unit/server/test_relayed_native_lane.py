@@ -8,6 +8,7 @@ import pytest
 from jurybox import native
 from jurybox.client.in_flight import Answer
 from jurybox.client.transports.shm import ShmTransport
+from jurybox.client.transports.transport import NotSent
 from jurybox.protocol.arena import Columns
 from jurybox.protocol.control_pb2 import Lease
 from jurybox.protocol.errors import Code, Error, TooManyFiles
@@ -28,8 +29,8 @@ class Shm(ShmTransport):
 
     def attach(self, engine, incarnation):
         ring = self.rings[engine]
-        if ring is TooManyFiles:
-            raise TooManyFiles("no descriptor")
+        if ring in (TooManyFiles, NotSent):
+            raise ring("no descriptor, or no thread")
         return ring
 
     def quiet(self):
@@ -206,7 +207,7 @@ def test_a_tickets_rows_are_written_where_its_lane_has_them(spec):
     assert lane.columns.inputs["x"][:, 0].tolist() == [0, 0, 0, 3, 4, 0, 0, 0]
 
 
-@pytest.mark.parametrize("ring", [None, TooManyFiles])
+@pytest.mark.parametrize("ring", [None, TooManyFiles, NotSent])
 def test_an_engine_that_cannot_be_attached_leaves_the_lane_as_it_was(ring):
     lane, link = Lane(), Link()
     held = relayed(lane)

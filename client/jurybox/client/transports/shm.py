@@ -195,10 +195,7 @@ class ShmTransport(Transport):
                 self._watching.add(rings)
             if self._words is not None:
                 self._words.add(memory, self._lane)
-        except (
-            RuntimeError,
-            MemoryError,
-        ) as error:  # the system has no more threads for this process, or no memory for one
+        except (RuntimeError, MemoryError) as error:  # the system has no thread for this process, or no memory for one
             if not client.in_flight and self._rings.get((engine, incarnation)) is rings:
                 del self._rings[engine, incarnation]
                 self._detach(rings)

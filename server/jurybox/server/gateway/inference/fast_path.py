@@ -19,6 +19,7 @@ from jurybox import native
 from jurybox.client import Model
 from jurybox.client.in_flight import LOOK_AFTER
 from jurybox.client.transports.shm import ShmTransport
+from jurybox.client.transports.transport import NotSent
 from jurybox.protocol.errors import Code, Error
 from jurybox.protocol.row_frames import PlainFrames
 from jurybox.server.frontend.lanes import ModelRows, SharedLane
@@ -127,7 +128,7 @@ class FastPath:
                 continue
             try:
                 client = self._lane.transport.attach(engine, incarnation)
-            except Error:  # no descriptors are left, for example
+            except (Error, NotSent):  # no descriptors are left, for example, or no threads
                 return
             if client is not None:
                 self._engines[engine] = client, self._lane.record(engine), incarnation
