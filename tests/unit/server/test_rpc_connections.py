@@ -333,6 +333,24 @@ async def test_a_method_is_looked_up_once_however_often_it_is_called():
     assert asked == ["/u.U/one"]
 
 
+async def test_a_call_that_could_not_even_begin_is_ended_and_the_others_go_on(monkeypatch):
+    def fail(path):
+        raise MemoryError("none left")
+
+    port = Port()
+    connection, wire = port.connected(HELLO + asked(1))
+    found = port.calls.found
+    monkeypatch.setattr(port.calls, "found", fail)
+    heard(connection, asked(3) + data_frame(3, b"y"))
+    assert wire.answered() == [3]
+    monkeypatch.setattr(port.calls, "found", found)
+    heard(connection, data_frame(1, b"x") + asked(5) + data_frame(5, b"z"))
+    assert [content for content, _ in port.kept] == [b"x", b"z"]
+    for _, call in port.kept:
+        call.reply(b"r")
+    assert wire.answered() == [3, 1, 5]
+
+
 async def test_a_client_of_one_call_at_a_time_is_told_from_others():
     port = Port()
     connection, _ = port.connected(HELLO + asked(1) + data_frame(1, b"x"))

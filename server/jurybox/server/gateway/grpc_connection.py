@@ -16,7 +16,7 @@ from jurybox.protocol.errors import Code, Refused
 from jurybox.server.gateway.grpc_call import Call
 from jurybox.server.security.access import ClientConnection, Token
 from jurybox.server.security.doors import refusal as draining
-from jurybox.server.security.grpc import MOST_METADATA, UNAUTHENTICATED, admitted, failure, works
+from jurybox.server.security.grpc import MOST_METADATA, UNAUTHENTICATED, admitted, failure, status_of, works
 from jurybox.server.security.limits import ANSWERS, CALLS, GRPC, MOST_CALLS, RECEIVED, SILENCE, refusal
 from jurybox.server.security.pace import HEAP
 from jurybox.server.settings.endpoints import bound_name
@@ -131,6 +131,9 @@ class RpcConnection(asyncio.BufferedProtocol):
                 failed = failure(error)
                 if (call := self.calls.get(event[1])) is not None:
                     call.fail(failed)
+                elif event[0] == _CALL:  # it has not even begun, such as for want of memory
+                    code, details, trailing = status_of(failed)
+                    self.native.finish(event[1], code.value[0], details, list(trailing))
         return False
 
     def _take_in(self, kind: int, number: int, value: Any) -> None:
