@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from jurybox.protocol.errors import Refused, Timeout
-from jurybox.protocol.locks import IN_SERVICE, LockTurn, Taken, is_serving
-from jurybox.protocol.timeouts import seconds
+from jurybox.protocol.locks import IN_SERVICE, LockTurn, Taken, is_serving, seconds
 
 if TYPE_CHECKING:
     import asyncio

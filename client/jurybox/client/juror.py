@@ -36,10 +36,9 @@ from jurybox.protocol.errors import (
     Timeout,
     said,
 )
-from jurybox.protocol.locks import NESTED
+from jurybox.protocol.locks import NESTED, seconds
 from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
-from jurybox.protocol.timeouts import seconds
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model

@@ -16,9 +16,8 @@ from jurybox.client.sessions import Sessions
 from jurybox.client.ticket import Reply, Seen, Ticket, send_parts, send_rows
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch, StaleLease
-from jurybox.protocol.locks import Taken
+from jurybox.protocol.locks import Taken, seconds
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.timeouts import seconds
 
 Arrays = NDArray[Any] | Mapping[str, NDArray[Any]]
 Outputs = NDArray[Any] | dict[str, NDArray[Any]]

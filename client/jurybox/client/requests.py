@@ -18,9 +18,8 @@ from jurybox.client.row_codec import Checked, words
 from jurybox.client.ticket import Reply
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Refused, ServerGone, SpecMismatch, StaleLease, did_you_mean, plain
-from jurybox.protocol.locks import NESTED, Taken
+from jurybox.protocol.locks import NESTED, Taken, seconds
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.timeouts import seconds
 
 
 class Requests:

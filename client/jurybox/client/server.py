@@ -18,9 +18,9 @@ from jurybox.client.row_allocator import MOST_ROWS, whole
 from jurybox.protocol.address import NOT_LINUX, default_address
 from jurybox.protocol.errors import Error, ModelFailed, Refused, ServerGone, Timeout
 from jurybox.protocol.forks import Closing
+from jurybox.protocol.locks import seconds
 from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import ModelSpec
-from jurybox.protocol.timeouts import seconds
 
 # ZeroMQ and protobuf are imported on the first connection: importing them takes as long as the rest of the client.
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The lock of what threads share: no wait without a limit, and nested calls that are known as such.
+"""Waits with a limit: time-outs as callers give them, and the lock of what threads share, which knows nested calls.
 
 A signal handler, or a destructor that the garbage collector runs, can make a call within another one of the same
 thread. A plain lock would wait for itself. `TimedLock` lets such a call in where it does no harm (`within`), and
@@ -7,6 +7,7 @@ refuses it where there is only one of what is used: a publication, a step of a s
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from itertools import repeat, starmap
@@ -14,9 +15,23 @@ from typing import Any
 
 from jurybox.protocol.errors import Refused, Timeout
 
+LONGEST = 1e8  # seconds, about three years; the cap of all time-outs, so that none overflows
 NESTED = "this is a signal handler or a destructor inside of it"
 IN_SERVICE = "a destructor was run by the garbage collector in a thread that carries answers; ask in another one"
 _thread = threading.local()  # `serving`: it belongs to Jurybox or a library, and carries answers to waiting callers
+
+
+def seconds(timeout: float) -> float:
+    """Return a time-out clipped to [0, LONGEST].
+
+    Raises:
+        ValueError: it is nan: no deadline made of it would ever be over.
+    """
+    if 0.0 <= timeout <= LONGEST:
+        return timeout
+    if math.isnan(timeout):
+        raise ValueError(f"timeout={timeout!r}: expected seconds")
+    return 0.0 if timeout < 0.0 else LONGEST
 
 
 def mark_serving() -> None:

@@ -16,8 +16,7 @@ from tests.serving import wait_until
 
 from jurybox.client.in_flight import UNSENT, Claim, InFlight, ModelLock, wake
 from jurybox.protocol.errors import Refused, Timeout
-from jurybox.protocol.locks import mark_serving
-from jurybox.protocol.timeouts import LONGEST, seconds
+from jurybox.protocol.locks import LONGEST, mark_serving, seconds
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from jurybox.client.model import Model
 from jurybox.client.ticket import Reply, Ticket
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Busy, ModelFailed, Refused, ServerGone, SpecMismatch, StaleLease, Timeout
-from jurybox.protocol.locks import mark_serving
+from jurybox.protocol.locks import LONGEST, mark_serving, seconds
 from jurybox.protocol.scoreboard import NORMAL
-from jurybox.protocol.timeouts import LONGEST, seconds
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
 

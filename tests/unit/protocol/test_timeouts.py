@@ -12,8 +12,8 @@ import pytest
 from jurybox.client.juror import Juror
 from jurybox.client.remote.weights import RemotePublisher, RemoteWeightsReader
 from jurybox.client.server import connect
+from jurybox.protocol.locks import LONGEST, seconds
 from jurybox.protocol.segment import segment_name
-from jurybox.protocol.timeouts import LONGEST, seconds
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
 from jurybox.protocol.weights.reader import WeightsReader

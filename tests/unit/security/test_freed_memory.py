@@ -169,7 +169,7 @@ def test_the_relay_looks_with_what_its_clients_hold(monkeypatch, held, expected)
     async def run():
         stop = asyncio.Event()
         relay = SimpleNamespace(look_after=lambda: None, reclaim=stop.set)
-        await asyncio.wait_for(relay_process._until(stop, relay, SimpleNamespace(held=lambda: held)), 20)
+        await asyncio.wait_for(relay_process._until(stop, relay, SimpleNamespace(held=lambda: held), None), 20)
 
     asyncio.run(run())
     assert seen.looks == [expected]

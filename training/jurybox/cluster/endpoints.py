@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jurybox.client import Server, connect
 from jurybox.protocol.errors import Error, Refused, ServerGone
+from jurybox.protocol.locks import seconds
 from jurybox.protocol.segment import directory
-from jurybox.protocol.timeouts import seconds
 
 Models = Mapping[str, Mapping[str, Any]]
 

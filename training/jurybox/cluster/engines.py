@@ -33,7 +33,7 @@ from jurybox.cluster.feeder import Feeder
 from jurybox.cluster.host import LocalNames
 from jurybox.cluster.traffic import HostView, Traffic
 from jurybox.protocol.errors import ServerGone
-from jurybox.protocol.timeouts import seconds
+from jurybox.protocol.locks import seconds
 from jurybox.training.runtime.local_server import LocalServer
 
 START = 180.0  # seconds: for Ray to place it, and for the server to import torch there

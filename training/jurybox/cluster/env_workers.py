@@ -23,7 +23,7 @@ from jurybox.cluster.local_calls import NEW, RAISED, VALUE, Answer, CallConnecti
 from jurybox.cluster.vector_env import LOST
 from jurybox.protocol.errors import Timeout
 from jurybox.protocol.forks import Closing
-from jurybox.protocol.timeouts import seconds
+from jurybox.protocol.locks import seconds
 from jurybox.training import interrupts
 from jurybox.training.vector.worker import WorkerFailed, worker_error
 

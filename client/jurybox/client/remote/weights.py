@@ -14,8 +14,7 @@ from jurybox.client.remote.grpc_stream import RemoteStream
 from jurybox.protocol import forks
 from jurybox.protocol import remote_weights_pb2 as pb
 from jurybox.protocol.errors import Code, Error, ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
-from jurybox.protocol.locks import TimedLock
-from jurybox.protocol.timeouts import seconds
+from jurybox.protocol.locks import TimedLock, seconds
 from jurybox.protocol.weights import WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra, encode_extra
 from jurybox.protocol.weights.layout import TensorPlace, dtype_name

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from jurybox.protocol.errors import ProtocolMismatch, Refused, ServerGone, SpecMismatch, Timeout
 from jurybox.protocol.forks import Closing
-from jurybox.protocol.timeouts import seconds
+from jurybox.protocol.locks import seconds
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.channel import decode_extra
 

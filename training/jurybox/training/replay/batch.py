@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol.errors import SpecMismatch, Timeout
 from jurybox.protocol.forks import Closing
-from jurybox.protocol.timeouts import seconds
+from jurybox.protocol.locks import seconds
 from jurybox.training.replay.layout import Layout
 from jurybox.training.replay.options import ForkGuard, Windows
 

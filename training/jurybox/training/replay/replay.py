@@ -15,9 +15,8 @@ import numpy.typing as npt
 from jurybox import native
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
-from jurybox.protocol.locks import TimedLock
+from jurybox.protocol.locks import TimedLock, seconds
 from jurybox.protocol.segment import Segment
-from jurybox.protocol.timeouts import seconds
 from jurybox.training.replay import load as loading
 from jurybox.training.replay import save as saving
 from jurybox.training.replay.batch import Batch, Prefetch

@@ -22,8 +22,8 @@ from gymnasium import Env
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from jurybox.protocol.locks import seconds
 from jurybox.protocol.segment import Segment, segment_name
-from jurybox.protocol.timeouts import seconds
 from jurybox.training.environments.gymnasium_env import reset_mask
 from jurybox.training.spaces import take
 from jurybox.training.vector.layout import InfoFields, Shared, add, arrange, put, shared_infos
