@@ -307,7 +307,9 @@ def test_a_lane_released_in_flight_is_not_written_to(server, relay):
         with contextlib.ExitStack() as engines:
             with connect(relay.address, timeout=30) as client:
                 model = client.model("moody", rows=64)
-                wait_until(lambda model=model: (model(ROW), natively(relay))[1] == (True, 0), 20, "the next goes natively")
+                wait_until(
+                    lambda model=model: (model(ROW), natively(relay))[1] == (True, 0), 20, "the next goes natively"
+                )
                 engines.enter_context(stopped(engines_of(server)))
                 model.submit(ROW[None])
                 wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
