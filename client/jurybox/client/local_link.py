@@ -288,8 +288,7 @@ class LocalLink(ControlLink):
             self._info = self._call(timeout, hello=self.hello()).server
             self.scoreboard = None  # existing lanes still read it, and see there that their server is gone
             try:
-                scoreboard = Scoreboard.attach(self._info.scoreboard)
-                self.scoreboard = scoreboard
+                self.scoreboard = Scoreboard.attach(self._info.scoreboard)
                 return
             except SharedMemoryError as error:
                 if self._info.scoreboard == missing:

@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from tests.unit.client.test_lane import SERVING, SPEC, Transport, lane_of, serving_engine
+from tests.unit.client.scripted import SERVING, SPEC, Transport, compute, lane_of, serving_engine
 
 from jurybox.client.call_rows import CallRow
 from jurybox.client.in_flight import Answer
@@ -38,7 +38,7 @@ class Native:
             self.version = 3
             return int(does)
         self.version = 7
-        self.wire.compute(self.place.first, self.place.rows)
+        compute(self.wire.columns, self.place.first, self.place.rows)
         return self.place.copied()
 
     def message(self):
@@ -54,14 +54,6 @@ class Wire(Transport):
         self.columns = None
         self.late = self.none = False
 
-    def compute(self, first, rows):
-        for name, output in self.columns.outputs.items():
-            like = self.columns.inputs[name.replace("y", "x")]
-            output[first : first + rows] = like[first : first + rows] * 10
-            if name in self.columns.output_extents:
-                sizes = self.columns.input_extents[name.replace("y", "x")]
-                self.columns.output_extents[name][first : first + rows] = sizes[first : first + rows]
-
     def caller(self, place):
         self.callers.append((place.number, place.incarnation))
         return None if self.none else Native(self, place)
@@ -70,7 +62,7 @@ class Wire(Transport):
         self.exchanged.append((ticket.first, ticket.rows, ticket.version))
         if self.late:
             return None
-        self.compute(ticket.first, ticket.rows)
+        compute(self.columns, ticket.first, ticket.rows)
         return Answer(ticket.sequence, Code.OK, "", 9, ticket.incarnation)
 
     def send(self, ticket):
@@ -156,7 +148,7 @@ def test_an_answer_that_comes_later_is_waited_for_until_the_deadline_of_its_call
         if not comes:
             time.sleep(min(timeout, 0.05))
             return []
-        wire.compute(kept.first, 1)
+        compute(lane.columns, kept.first, 1)
         return [Answer(ticket.sequence, Code.OK, "", 4, 11)]
 
     wire.receive = receive
@@ -205,7 +197,7 @@ def test_a_ticket_goes_to_another_engine_if_the_one_that_was_asked_does_not_have
     lane, kept = rows_of(wire, engines=two_engines())
 
     def receive(timeout):
-        wire.compute(kept.first, 1)
+        compute(lane.columns, kept.first, 1)
         return [Answer(number, Code.OK, "", 4, 22) for number in lane.in_flight]
 
     wire.receive = receive

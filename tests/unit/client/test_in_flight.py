@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from tests.serving import wait_until
+from tests.unit.client.scripted import another_threads_call
 
 from jurybox.client.in_flight import UNSENT, Claim, InFlight, ModelLock, wake
 from jurybox.protocol.errors import Refused, Timeout
-from jurybox.protocol.locks import LONGEST, mark_serving, seconds
+from jurybox.protocol.locks import LONGEST, mark_serving
 
 
 @pytest.fixture
@@ -31,12 +32,7 @@ def other_loop():
     loop.close()
 
 
-def test_time_outs_are_clipped_to_what_no_clock_overflows_with():
-    assert [seconds(given) for given in (-1.0, 0.0, 0.5, LONGEST, LONGEST * 2, math.inf)] == [
-        0.0, 0.0, 0.5, LONGEST, LONGEST, LONGEST,
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
-        seconds(math.nan)
+def test_a_calls_deadline_is_its_time_out_or_the_models_from_now():
     lock, now = ModelLock("m", 2.0), time.monotonic_ns()
     assert (lock.seconds(None), lock.seconds(-3.0), lock.seconds(4.0)) == (2.0, 0.0, 4.0)
     for given, least in ((None, 2), (5.0, 5), (-1.0, 0), (math.inf, int(LONGEST))):
@@ -113,21 +109,10 @@ async def test_a_lane_is_watched_once_by_each_loop_and_what_has_arrived_is_recei
 async def test_answers_that_arrive_in_another_threads_call_are_received_after_it():
     turns, lane, loop = ModelLock("m", 1.0), WatchedLane(), asyncio.get_running_loop()
     turns.watch(lane, loop)
-    held, let_go = threading.Event(), threading.Event()
-
-    def call():
-        with turns.now:
-            held.set()
-            assert let_go.wait(60)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert await asyncio.to_thread(held.wait, 60)
-    lane.arrived[0]()
-    await asyncio.sleep(0.02)
-    assert lane.received == 1
-    let_go.set()
-    await asyncio.to_thread(thread.join, 60)
+    with another_threads_call(turns):
+        lane.arrived[0]()
+        await asyncio.sleep(0.02)
+        assert lane.received == 1
     await asyncio.to_thread(wait_until, lambda: lane.received == 2, 60)
 
 
@@ -152,17 +137,7 @@ async def test_what_a_loop_watches_is_kept_alive_by_nobody_else(collected):
 def test_a_thread_that_serves_models_waits_for_no_other_threads_call():
     turns = ModelLock("m", 1.0)
     assert not turns.mine and turns.run(lambda: turns.mine, 0) is True and not turns.mine
-    held, let_go = threading.Event(), threading.Event()
-
-    def call():
-        with turns.now:
-            held.set()
-            assert let_go.wait(60)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
-        assert held.wait(60)
+    with another_threads_call(turns):
         with pytest.raises(Timeout, match="another thread's call of 'm' did not end in time"):
             turns.run(lambda: None, time.monotonic_ns())
         with ThreadPoolExecutor(1, initializer=mark_serving) as server:
@@ -175,32 +150,20 @@ def test_a_thread_that_serves_models_waits_for_no_other_threads_call():
         assert time.monotonic() - began >= 0.01
         turns.anew()
         assert turns.run(lambda: SimpleNamespace(made=True), 0).made, "in a forked child the lock is nobody's"
-    finally:
-        let_go.set()
-        thread.join(60)
 
 
 @pytest.mark.parametrize("how", ["thread", "loop"])
 def test_a_call_goes_on_once_another_threads_has_ended_and_has_its_result(how):
     turns = ModelLock("m", 60.0)
-    held, waits = threading.Event(), threading.Event()
-
-    def call():
-        with turns.now:
-            held.set()
-            assert waits.wait(60)
 
     async def ask():
-        asyncio.get_running_loop().call_soon(waits.set)
+        asyncio.get_running_loop().call_soon(let_go.set)
         return await turns.alone(lambda: "mine", turns.deadline(None))
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert held.wait(60)
-    if how == "loop":
-        assert asyncio.run(ask()) == "mine"
-    else:
-        threading.Timer(0.01, waits.set).start()
-        assert turns.run(lambda: "mine", turns.deadline(None)) == "mine"
-    thread.join(60)
+    with another_threads_call(turns) as let_go:
+        if how == "loop":
+            assert asyncio.run(ask()) == "mine"
+        else:
+            threading.Timer(0.01, let_go.set).start()
+            assert turns.run(lambda: "mine", turns.deadline(None)) == "mine"
     assert asyncio.run(turns.alone(lambda: "at once", 0)) == "at once"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.unit.client.scripted import SERVING, SPEC, Transport, lane_of, serving_engine
 
 from jurybox.client.call_rows import CallRow
 from jurybox.client.in_flight import UNSENT, Answer, Claim, InFlight
@@ -32,34 +33,7 @@ from jurybox.protocol.errors import (
     Timeout,
     TooManyFiles,
 )
-from jurybox.protocol.scoreboard import ENGINE, EngineState
-
-SERVING = int(EngineState.SERVING)
-SPEC = ModelSpec("m", {"x": TensorSpec("float32", (2,))}, {"y": TensorSpec("float32", (2,))})
-
-
-class Transport:
-    """Keeps sent tickets; returns the answers in `there`."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, int]] = []
-        self.there: list[Answer] = []
-
-    def send(self, ticket):
-        self.sent.append((ticket.engine, ticket.incarnation))
-
-    def receive(self, timeout):
-        return list(self.there)
-
-    def settled(self, answer):
-        if answer in self.there:
-            self.there.remove(answer)
-
-    def holds(self, ticket):
-        return True
-
-    def close(self):
-        pass
+from jurybox.protocol.scoreboard import ENGINE
 
 
 def test_the_answer_of_a_dead_engine_is_not_taken_for_that_of_its_successor():
@@ -229,19 +203,6 @@ def test_a_ticket_that_a_call_is_sending_is_left_to_it():
     ticket = lane.submit(0, 2, time.monotonic_ns() + 10**11)
     assert len(transport.sent) == 1 and ticket.sequence in lane.in_flight
     lane.close()
-
-
-def serving_engine():
-    """The record of one engine that serves, shape (1,)."""
-    engine = np.zeros(1, ENGINE)
-    engine["incarnation"], engine["state"] = 11, SERVING
-    return engine
-
-
-def lane_of(table, transport, spec=SPEC, **more):
-    arena = SimpleNamespace(columns=Columns.here(spec, 8), close=lambda: None)
-    scoreboard = SimpleNamespace(engines=table, server_lives=lambda: True)
-    return Lane("m", scoreboard, arena, transport, 1, 0, 8, lambda: None, **more)
 
 
 def test_a_larger_lane_keeps_the_engine_of_the_one_that_it_replaces_if_that_computes_its_model():

@@ -2,66 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
-from tests.unit.client.test_lane import SPEC, Transport, lane_of, serving_engine
+from tests.unit.client.scripted import SIZES, SPEC, Engine, lane_of, serving_engine
 
-from jurybox.client.in_flight import LOOK_AFTER, Answer, ModelLock
+from jurybox.client.in_flight import LOOK_AFTER, ModelLock
 from jurybox.client.rows import Rows
-from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Busy, Code, ModelFailed, Refused, RowFailed, SpecMismatch, Timeout
-from jurybox.protocol.spec import VARIABLE
-
-SIZES = ModelSpec(
-    "m",
-    {
-        "x": TensorSpec("float32", (VARIABLE, 2), capacity=8),
-        "t": TensorSpec("bytes", capacity=4),
-        "z": TensorSpec("float32"),
-    },
-    {"y": TensorSpec("float32", (VARIABLE, 2), capacity=8)},
-)
-
-
-class Engine(Transport):
-    """Answers each ticket with ten times its rows; with other codes, or late, if it is told so."""
-
-    def __init__(self, *codes, versions=()):
-        super().__init__()
-        self.codes, self.versions, self.late, self.columns = list(codes), list(versions), False, None
-        self.seconds = []
-
-    def _answer(self, ticket):
-        self.sent.append((ticket.first, ticket.rows, ticket.version))
-        rows = slice(ticket.first, ticket.first + ticket.rows)
-        self.columns.outputs["y"][rows] = self.columns.inputs["x"][rows] * 10
-        if "y" in self.columns.output_extents:
-            self.columns.output_extents["y"][rows] = self.columns.input_extents["x"][rows]
-        code = self.codes.pop(0) if self.codes else Code.OK
-        version = self.versions.pop(0) if self.versions else 7
-        return Answer(ticket.sequence, code, "what it said", version, ticket.incarnation)
-
-    def send(self, ticket):
-        self.there.append(self._answer(ticket))
-
-    def exchange(self, ticket, timeout):
-        self.seconds.append(timeout)
-        answer = self._answer(ticket)
-        if not self.late:
-            return answer
-        self.there.append(answer)
-        return None
-
-    def receive(self, timeout):
-        if not self.late:
-            return list(self.there)
-        time.sleep(min(timeout, 0.01))
-        return []
-
-    def is_reading(self, ticket):
-        return False
 
 
 def made(engine, n=3, batch=8, spec=SPEC):

@@ -10,16 +10,13 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from tests.unit.client.test_lane import SPEC, lane_of, serving_engine
-from tests.unit.client.test_rows import SIZES, Engine
+from tests.unit.client.scripted import SIZES, SPEC, Engine, another_threads_call, lane_of, serving_engine
 
 from jurybox.client.in_flight import LOOK_AFTER, ModelLock
 from jurybox.client.ticket import Reply, Ticket, send_parts, send_rows
-from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.errors import Code, ModelFailed, Refused, RowFailed, ServerGone, SpecMismatch, Timeout
 
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
-TWO = ModelSpec("m", {"x": TensorSpec("float32")}, {"y": TensorSpec("float32"), "v": TensorSpec("int64")})
 
 
 class Later(Engine):
@@ -91,18 +88,8 @@ def test_whether_a_ticket_is_done_waits_for_no_other_threads_call():
     engine = Later()
     lane, ticket = sent(engine)
     engine.let_out()
-    held, let_go = threading.Event(), threading.Event()
-
-    def call():
-        with ticket._turns.now:
-            held.set()
-            assert let_go.wait(60)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert held.wait(60) and ticket.done() is False
-    let_go.set()
-    thread.join(60)
+    with another_threads_call(ticket._turns):
+        assert ticket.done() is False
     assert ticket.done() is True
 
 

@@ -63,9 +63,9 @@ def test_a_replay_waits_for_no_rows_longer_than_it_is_told():
         Replay.create(name, 8, {"x": Field(())}, timeout=NAN)
     with Replay.create(name, 8, {"x": Field(())}, timeout=5.0) as replay:
         replay.extend(x=np.ones(4, np.float32))
-        for wait in (replay.sample, replay.prefetch, partial(Replay.attach, name)):
+        for wait in (partial(replay.sample, 2), partial(replay.prefetch, 2), partial(Replay.attach, name)):
             with pytest.raises(ValueError, match="timeout=nan"):
-                wait(timeout=NAN) if wait not in (replay.sample, replay.prefetch) else wait(2, timeout=NAN)
+                wait(timeout=NAN)
         with replay.prefetch(2, timeout=None) as batches:
             assert len(next(iter(batches))["x"]) == 2, "the replay's own time-out"
 

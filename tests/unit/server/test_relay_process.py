@@ -54,10 +54,13 @@ def test_only_keys_and_names_of_interfaces_need_libzmq(
 @pytest.mark.parametrize("status", ["VmPeak:\t 9 kB\nVmData:\t  100 kB\nVmStk:\t 9 kB\n", "none", "VmData:\n"])
 def test_memory_is_limited_to_so_many_bytes_more_than_there_are(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     limits: list[Any] = []
+    stacks: list[int] = []
     monkeypatch.setattr(process, "Path", lambda _: SimpleNamespace(read_text=lambda: status))
     monkeypatch.setattr(process.resource, "getrlimit", lambda which: (5, 1 << 40))
     monkeypatch.setattr(process.resource, "setrlimit", lambda which, limit: limits.append(limit))
+    monkeypatch.setattr(process.threading, "stack_size", stacks.append)
     most = _limit_memory(1000)
+    assert stacks == ([256 << 10] if "100" in status else []), "each thread's stack counts"
     assert limits == ([(100 * 1024 + 1000, 1 << 40)] if "100" in status else [])
     assert most == (100 * 1024 + 1000 if "100" in status else None)
 

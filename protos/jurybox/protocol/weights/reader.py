@@ -136,8 +136,9 @@ class WeightsReader(Closing):
         most = self.max_lag if max_lag is None else max_lag
         if (max_lag is None and most == 0) or self.lag() <= most:
             return True
+        timeout = seconds(timeout)
         self.held_back += 1
-        began, timeout = time.monotonic(), seconds(timeout)
+        began = time.monotonic()
         try:
             while (fresh := self.lag() <= most) is False and time.monotonic() - began < timeout:
                 if time.monotonic() - self._looked > _SLICE_SECONDS:

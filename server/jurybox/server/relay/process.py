@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ _LOOK_AFTER = 0.1  # seconds between two checks of the engines
 _RECLAIM = 1.0  # seconds between two checks whether clients are connected
 _KEPT = 8 << 20  # bytes of freed memory that the process keeps, for the buffers of large messages
 _OWN = 64 << 20  # bytes that the process may take besides what it holds for clients
-_SPARE = 16 << 20  # bytes that it must be able to take still: a thread's stack has 8 MiB
+_STACK = 256 << 10  # bytes of the stack of a thread that waits for engines' answers: those count, and 8 MiB are usual
+_SPARE = 16 << 20  # bytes that it must be able to take still, for threads and whatever else needs a mapping
 _FULL = 3  # checks in a row that find less: what was freed stays the allocator's, and no more will come
 _FIRST_TO_DIE = 500  # of -1000..1000: when memory runs out, the kernel kills this process before an engine
 STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
@@ -94,6 +96,7 @@ def _limit_memory(more: int) -> int | None:
         return None
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (used + more, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        threading.stack_size(_STACK)
         return used + more
     return None
 

@@ -14,7 +14,7 @@ from jurybox.protocol.errors import SpecMismatch
 from jurybox.protocol.segment import Segment
 from jurybox.training.replay.archive import Archive, ItemKind, Record
 from jurybox.training.replay.layout import Layout
-from jurybox.training.replay.part import Part, Parts, check_name, format_parts, make_segment, path_of, standing_of
+from jurybox.training.replay.part import Part, Parts, check_name, format_parts, new_segment, standing_of
 
 Loaded = TypeVar("Loaded", bound=Parts)
 
@@ -40,8 +40,7 @@ def load(
     try:
         layout, where = archive.layout, check_name(name)
         # Allocating a page costs more than filling it: every thread allocates the pages that it fills.
-        segment = make_segment(where, layout.segment_bytes, allocate=False)
-        try:
+        with new_segment(where, layout.segment_bytes, allocate=False) as segment:
             end = 0
             for place in layout.parts:
                 segment.allocate(end, place.slots - end)
@@ -50,10 +49,6 @@ def load(
             format_parts(segment, layout)
             replay = opened(segment, layout, where)
             _fill(replay, archive, segment)
-        except BaseException:
-            path_of(where).unlink(missing_ok=True)
-            segment.close()
-            raise
         return replay
     finally:
         archive.close()

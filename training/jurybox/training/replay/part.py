@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,15 +43,7 @@ def path_of(where: str | Path) -> Path:
     return where if isinstance(where, Path) else directory() / segment_name(where, "replay")
 
 
-def make_segment(where: str | Path, size: int, *, allocate: bool = True) -> Segment:
-    """New memory of `size` zeroed bytes.
-
-    Args:
-        allocate: allocate all pages now. False: writers call `Segment.allocate` first.
-
-    Raises:
-        SharedMemoryError: there is no room, or the name is taken.
-    """
+def _make_segment(where: str | Path, size: int, *, allocate: bool) -> Segment:
     if isinstance(where, str):
         return Segment.create(segment_name(where, "replay"), size, allocate=allocate)
     try:
@@ -70,6 +63,25 @@ def make_segment(where: str | Path, size: int, *, allocate: bool = True) -> Segm
         raise SharedMemoryError(
             f"cannot make {where} of {size / 2**20:.1f} MiB: {error.strerror}; make room or ask for fewer rows"
         ) from error
+
+
+@contextmanager
+def new_segment(where: str | Path, size: int, *, allocate: bool = True) -> Iterator[Segment]:
+    """New memory of `size` zeroed bytes, and nothing of it if the ``with`` block fails, which makes a replay of it.
+
+    Args:
+        allocate: allocate all pages now. False: writers call `Segment.allocate` first.
+
+    Raises:
+        SharedMemoryError: there is no room, or the name is taken.
+    """
+    segment = _make_segment(where, size, allocate=allocate)
+    try:
+        yield segment
+    except BaseException:
+        path_of(where).unlink(missing_ok=True)
+        segment.close()
+        raise
 
 
 def join_segment(where: str | Path) -> tuple[Segment, bool]:

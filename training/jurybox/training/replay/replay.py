@@ -36,7 +36,7 @@ from jurybox.training.replay.part import (
     check_name,
     format_parts,
     join_segment,
-    make_segment,
+    new_segment,
     open_parts,
     path_of,
     share_segment,
@@ -138,16 +138,11 @@ class Replay:
             capacity, dict(fields), prioritized, alpha, full, episodes and episodes.of(fields), anchor, limiter
         )
         where = check_name(name)
-        segment = make_segment(where, layout.segment_bytes)
-        try:
+        with new_segment(where, layout.segment_bytes) as segment:
             format_parts(segment, layout)
             if populate:
                 segment.populate()
             return cls(segment, layout, name=where, threads=threads, seed=seed, timeout=timeout)
-        except BaseException:
-            path_of(where).unlink(missing_ok=True)
-            segment.close()
-            raise
 
     @classmethod
     def attach(
