@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
+from jurybox.protocol.locks import seconds
 
 __all__ = ["AsyncChunkPolicy", "ChunkStats", "TemporalEnsemble"]
 
@@ -214,7 +215,7 @@ class AsyncChunkPolicy(forks.Closing):
             Timeout: no chunk arrived within `timeout` seconds.
             Exception: whatever `ask` raised.
         """
-        until = time.monotonic() + timeout
+        until = time.monotonic() + seconds(timeout)
         failed = self.stats.failed
         while True:
             with self._changed:

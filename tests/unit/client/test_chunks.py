@@ -202,6 +202,8 @@ def test_begin_waits_for_the_first_chunk_or_raises_the_reason(scripted):
     with AsyncChunkPolicy(scripted) as policy:
         with pytest.raises(Timeout):
             policy.begin({"at": 0}, timeout=0.05)
+        with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
+            policy.begin({"at": 0}, timeout=float("nan"))  # no clock reaches it
         scripted.answers.put(chunk(0))
         policy.begin({"at": 0}, timeout=60)
         assert [policy.act({})[0] for _ in range(3)] == [0, 1, 2]
