@@ -457,6 +457,46 @@ def test_a_change_that_begins_and_ends_within_a_forward_is_noticed():
             served.forward({"x": torch.ones(1, 4)})
 
 
+@pytest.mark.parametrize("changes", [False, True], ids=["leaves", "changes"])
+def test_what_a_factory_sets_while_a_forward_ends_is_not_set_back(changes, monkeypatch):
+    """A batch ends while a factory builds: the factory's tensors would silently have another dtype."""
+    look, built = torch.get_default_dtype, []
+    begun, ends, has_set, stop = (threading.Event() for _ in range(4))
+
+    def factory():
+        with LOADS.code(lambda names: None):
+            begun.set()
+            ends.wait(60)
+            torch.set_default_dtype(torch.float64)
+            has_set.set()
+            stop.wait(60)
+            built.append(torch.empty(0).dtype)
+
+    def forward(x):
+        if changes:
+            torch.set_default_dtype(torch.bfloat16)
+        return x
+
+    def slow_look():
+        ends.set()
+        has_set.wait(0.2)  # it comes within this time only if nothing keeps it from it
+        return look()
+
+    with InprocServer({"m": ServedModel(Calls(forward), {"x": ROW}, {"y": ROW})}) as server:
+        served = server.engine.slots[0].served
+        loading = threading.Thread(target=factory)
+        loading.start()
+        begun.wait(60)
+        with torch.inference_mode():
+            monkeypatch.setattr("jurybox.server.engine.loads.torch.get_default_dtype", slow_look)
+            served.forward({"x": torch.ones(1, 4)})
+            monkeypatch.undo()
+        has_set.wait(60)
+        stop.set()
+        loading.join()
+    assert built == [torch.float64] and torch.get_default_dtype() == torch.float32
+
+
 def test_a_factory_that_keeps_the_dtype_changed_while_requests_wait_fails_and_they_are_answered(monkeypatch):
     monkeypatch.setattr("jurybox.server.engine.loads._PATIENCE", 0.05)
     caught = []

@@ -1,9 +1,13 @@
+import errno
 import gc
 import os
+import resource
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +16,7 @@ from tests.descriptors import open_files
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol import segment as module
 from jurybox.protocol.arena import Arena, ArenaLayout
-from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError
+from jurybox.protocol.errors import ProtocolMismatch, SharedMemoryError, TooManyFiles
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import OWNER_LOCK, Segment, available_bytes, dead, directory, segment_name, sibling, sweep
 from jurybox.protocol.shm_rings import ShmRings
@@ -243,3 +247,196 @@ def test_a_segment_that_nobody_has_any_more_closes_itself_and_arrays_over_it_sta
     del array
     gc.collect()
     assert open_files() == before
+
+
+@contextmanager
+def free_descriptors(n: int):
+    """This process can open n files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 16, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(n):
+            os.close(held.pop())
+        yield
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_without_a_descriptor_nothing_is_made_or_attached_and_the_error_says_so(free):
+    with Segment.create(segment_name("t", "a"), 4096) as segment:
+        before = open_files()
+        with free_descriptors(free):
+            with pytest.raises(TooManyFiles, match="ulimit -n"):
+                Segment.create(segment_name("t", "b"), 4096)
+            with pytest.raises(TooManyFiles, match="ulimit -n"):
+                Segment.attach(segment.name)
+        with free_descriptors(3):  # its own, that of the mapping, and one in between
+            Segment.attach(segment.name).close()
+            Segment.create(segment_name("t", "b"), 4096).release()
+        assert open_files() == before
+        assert [path.name for path in directory().iterdir()] == [segment.name]
+
+
+def test_who_attaches_to_read_only_writes_nothing():
+    with Segment.create(segment_name("t", "a"), 4096) as segment, Segment.attach(segment.name, writable=False) as guest:
+        seen = guest.array(np.uint8, (4096,))
+        segment.buffer[7] = 5
+        assert seen[7] == 5 and not seen.flags.writeable
+        with pytest.raises(TypeError):
+            guest.buffer[7] = 6
+
+
+def test_only_a_file_of_the_user_in_its_name_is_a_segment():
+    """Every user can create files of any name in /dev/shm."""
+    before = open_files()
+    of_another = f"jurybox-{os.getuid() + 7}-t-a-0"
+    (directory() / of_another).write_bytes(b"x")
+    (directory() / "folder").mkdir()
+    os.mkfifo(directory() / "fifo")
+    for name in (of_another, "folder", "fifo"):
+        with pytest.raises(SharedMemoryError, match=f"is of user {os.getuid()}, not of its owner|Is a directory"):
+            Segment.attach(name)
+    (directory() / "link").symlink_to(directory() / of_another)
+    with pytest.raises(SharedMemoryError, match="symbolic links"):
+        Segment.attach("link")
+    (directory() / "empty").touch()
+    with pytest.raises(SharedMemoryError, match="an empty file"):
+        Segment.attach("empty")
+    (directory() / "other").write_bytes(b"abc")
+    with Segment.attach("other") as found:  # a name of another form has no user in it
+        assert bytes(found.buffer) == b"abc" and found.size == 3
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("when", ["swept", "being swept"])
+def test_a_segment_that_is_removed_while_it_is_attached_is_not_attached(when, monkeypatch):
+    owner = Segment.create(segment_name("t", "a"), 4096)
+    opened, before = module._open_file, open_files()
+
+    def late(name: str, *, writable: bool) -> int:
+        number = opened(name, writable=writable)
+        owner.close()
+        if when == "swept":
+            assert sweep() == [name]
+        else:
+            sweeper.append(os.open(directory() / name, os.O_RDWR))
+            assert module.try_lock(sweeper[0], OWNER_LOCK)
+        return number
+
+    sweeper: list[int] = []
+    monkeypatch.setattr(module, "_open_file", late)
+    with pytest.raises(SharedMemoryError, match="was just removed: its owner is gone"):
+        Segment.attach(owner.name, keep_alive=True)
+    for number in sweeper:
+        os.close(number)
+    assert open_files() == before - 2, "those of its owner"
+
+
+def test_nothing_is_made_where_there_is_no_shared_memory(monkeypatch):
+    monkeypatch.setenv("JURYBOX_SHM_DIR", "/nowhere")
+    with pytest.raises(SharedMemoryError, match="No such file or directory; expected a writable tmpfs"):
+        Segment.create(segment_name("t", "a"), 4096)
+
+
+def test_the_limit_of_shared_memory_is_exact_and_pages_may_exceed_it_that_are_allocated_later(tmp_path):
+    with tiny_shared_memory(tmp_path / "shm", "1m"):
+        with Segment.create(segment_name("t", "a"), 1 << 20):
+            assert available_bytes() == 0
+        with Segment.create(segment_name("t", "a"), 2 << 20, allocate=False) as segment:
+            assert (segment.size, available_bytes()) == (2 << 20, 1 << 20)
+            segment.allocate(4096, 8192)
+            assert available_bytes() == (1 << 20) - 8192
+    with tiny_shared_memory(tmp_path / "files", "1m,nr_inodes=1"), pytest.raises(SharedMemoryError, match="no inodes"):
+        Segment.create(segment_name("t", "a"), 4096)
+    with tiny_shared_memory(tmp_path / "endless", "0"), Segment.create(segment_name("t", "a"), 4096) as segment:
+        assert segment.buffer[4095] == 0
+
+
+def test_pages_are_mapped_also_by_a_kernel_that_cannot_be_asked_to(monkeypatch):
+    with Segment.create(segment_name("t", "a"), 3 * 4096) as segment:
+        monkeypatch.setattr(module, "_MADV_POPULATE_WRITE", 12345)
+        segment.populate()
+        full = OSError(errno.ENOMEM, "none")
+
+        def madvise(*_: int) -> None:
+            raise full
+
+        monkeypatch.setattr(segment, "_map", SimpleNamespace(madvise=madvise))
+        with pytest.raises(OSError, match="none"):
+            segment.populate()
+
+
+def test_sockets_of_servers_that_ended_are_swept():
+    name = directory() / f"jurybox-{os.getuid()}-id"
+    paths = {each: Path(f"{name}{each}.sock") for each in ("listens", "full", "ended")}
+    made = {each: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for each in paths}
+    for each, path in paths.items():
+        made[each].bind(str(path))
+    made["listens"].listen(8)
+    made["full"].listen(0)
+    made["ended"].close()
+    waiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    waiting.connect(str(paths["full"]))
+    assert [dead(paths[each]) for each in ("listens", "full", "ended")] == [False, False, True]
+    assert sweep() == [paths["ended"].name]
+    assert not paths["ended"].exists() and sweep() == []
+    for each in (*made.values(), waiting):
+        each.close()
+    assert sorted(sweep()) == sorted(paths[each].name for each in ("full", "listens"))
+
+
+def test_a_socket_that_is_being_made_is_not_swept_at_once(monkeypatch):
+    monkeypatch.setattr(module, "_unfinished", {})
+    path = directory() / f"jurybox-{os.getuid()}-id{module.UNFINISHED}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.bind(str(path))
+        now = [100.0]
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        assert not dead(path) and sweep() == []
+        now[0] += module._MAKING
+        assert not dead(path) and sweep() == []
+        now[0] += 0.1
+        assert dead(path)
+        made.listen()
+        assert not dead(path)
+    assert sweep() == [path.name] and not path.exists()
+
+
+def test_what_is_not_ours_to_judge_is_not_swept():
+    (directory() / segment_name("t", "folder")).mkdir()
+    (directory() / segment_name("t", "link")).symlink_to("/dev/null")
+    assert sweep() == []
+    assert not dead(directory() / segment_name("t", "folder")) and not dead(directory() / segment_name("t", "link"))
+
+
+def test_a_segment_without_a_file_is_withdrawn_by_its_name():
+    with Segment.create(segment_name("t", "a"), 4096) as segment:
+        withdrawn: list[str] = []
+        other = Segment(segment.name, os.dup(segment.fd), 4096, owned=True, withdraw=withdrawn.append)
+        other.release()
+        assert withdrawn == [segment.name] and (directory() / segment.name).exists()
+
+
+def test_locks_are_of_open_files_and_bytes():
+    with Segment.create(segment_name("t", "a"), 4096) as segment, Segment.attach(segment.name) as guest:
+        assert module.try_lock(segment.fd, 5) and not module.try_lock(guest.fd, 5)
+        assert module.try_lock(segment.fd, 5), "it is its own"
+        assert module.is_locked(guest.fd, 5) and not module.is_locked(segment.fd, 5)
+        assert not module.is_locked(guest.fd, 4) and not module.is_locked(guest.fd, 6)
+        assert not module.try_lock(guest.fd, 5, shared=True)
+        module.unlock(segment.fd, 5)
+        assert module.try_lock(guest.fd, 5, shared=True) and module.try_lock(segment.fd, 5, shared=True)
+        assert not module.try_lock(segment.fd, 5), "the other one shares it"
+    number = os.open("/dev/null", os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            module.try_lock(number, 5)  # a lock to write needs a file that is open for it
+    finally:
+        os.close(number)

@@ -41,6 +41,7 @@ class Loads:
         self._dtype = torch.float32
         self._held = 0.0  # seconds that requests have waited
         self._overdue = False
+        self._setting = threading.RLock()  # held while the load, or `restore`, sets the default dtype
 
     @contextlib.contextmanager
     def code(self, changed: Callable[[list[str]], object]) -> Iterator[None]:
@@ -76,6 +77,22 @@ class Loads:
         """
         return bool(self.changes != changes or changes & 1 or (self.running and dtype is not self._dtype))
 
+    def restore(self, changes: int, dtype: torch.dtype) -> bool:
+        """Set the default dtype back if a forward has changed it; return whether it has.
+
+        Args:
+            changes, dtype: as in `disturbed`.
+
+        Raises:
+            Disturbed: a load may have changed it meanwhile, and needs what it has set.
+        """
+        with self._setting:  # a factory sets it before this look or after it
+            if self.disturbed(changes, dtype):
+                raise Disturbed
+            if changed := torch.get_default_dtype() is not dtype:
+                torch.set_default_dtype(dtype)
+            return changed
+
     def hold(self) -> bool:
         """Return whether no batch may begin now; wait for a moment then. Call it in the loop's thread."""
         if torch.get_default_dtype() is self._dtype:
@@ -97,12 +114,14 @@ class Loads:
 
         def counted(setter: Callable[[Any], Any]) -> Callable[[Any], Any]:
             def set_and_count(value: Any) -> Any:
-                mine = threading.get_ident() == self._thread
-                self.changes += mine
-                try:
+                if threading.get_ident() != self._thread:
                     return setter(value)
-                finally:
-                    self.changes += mine
+                with self._setting:
+                    self.changes += 1
+                    try:
+                        return setter(value)
+                    finally:
+                        self.changes += 1
 
             return set_and_count
 

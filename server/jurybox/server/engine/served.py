@@ -15,7 +15,7 @@ from jurybox.protocol.arena import Columns
 from jurybox.protocol.errors import Code, ModelFailed, VersionNotHeld, plain
 from jurybox.protocol.spec import ModelSpec, TensorSpec
 from jurybox.server.engine.batch_shapes import agreeing, dtype_of
-from jurybox.server.engine.loads import LOADS, Disturbed
+from jurybox.server.engine.loads import LOADS
 from jurybox.server.engine.modules import (
     array_over,
     as_tensor,
@@ -356,12 +356,7 @@ class Served:
 
     def _settle(self, dtype: torch.dtype, changes: int) -> None:
         """Set back what a forward has left changed for those of other models. Raises Disturbed if a load changed it."""
-        if LOADS.disturbed(changes, dtype):
-            raise Disturbed
-        left = []
-        if torch.get_default_dtype() is not dtype:
-            left.append("torch's default dtype")
-            torch.set_default_dtype(dtype)
+        left = ["torch's default dtype"] if LOADS.restore(changes, dtype) else []
         if torch.is_grad_enabled() and torch.is_inference_mode_enabled():  # the caller's inference mode has it off
             left.append("torch's grad mode")
             torch.set_grad_enabled(False)
