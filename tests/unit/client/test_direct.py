@@ -164,6 +164,7 @@ def test_nobody_there_is_no_connection(wires, tmp_path):
     send(engine, 5)
     assert engine.broken
     assert not engine.has(ticket(5)), "the lane sends it again"
+    engine.close()
 
 
 def test_who_waits_without_a_connection_sleeps_meanwhile(wires, tmp_path, monkeypatch):

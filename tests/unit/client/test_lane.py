@@ -400,6 +400,7 @@ def test_a_wait_ends_where_a_call_that_it_is_nested_in_reads_the_answer():
     transport.is_reading = lambda of: False
     assert lane.may_free_rows() and lane.wait_for_rows(deadline) and not lane.wait_for_rows(0)
     transport.there = [Answer(ticket.sequence, Code.OK, "", 5, 11)]
+    assert lane.wait_for_rows(deadline) and ticket.answer is not None and lane.free == 8
     assert lane.wait(ticket, deadline).version == 5
     assert not lane.may_free_rows() and not lane.wait_for_rows(deadline), "nothing is in flight"
     lane.close()

@@ -581,3 +581,25 @@ def test_sessions_of_a_caller_that_was_interrupted_are_lost_only_if_they_may_hav
     with pytest.raises(SessionLost) as lost:
         book.require(book.all)
     assert lost.value.sessions == (session or [0, 1, 2])
+
+
+@pytest.mark.parametrize("ask", ["infer_async", "infer_reply_async"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError])
+def test_ctrl_c_in_a_coroutine_that_advanced_its_sessions_loses_them(
+    sessions: Any, monkeypatch: pytest.MonkeyPatch, ask: str, error: type[BaseException]
+) -> None:
+    """A cancellation comes only where the step waits, and is settled there."""
+
+    async def answered(*_: Any) -> None:
+        sessions._book.stepped(np.array([1]), np.zeros(1, np.uint32))
+        raise error
+
+    monkeypatch.setattr(sessions, "_answered_async", answered)
+    with pytest.raises(error):
+        getattr(sessions, ask)(np.ones(N, np.float32)).send(None)
+    if error is asyncio.CancelledError:
+        sessions._book.require(sessions._book.all)
+        return
+    with pytest.raises(SessionLost) as lost:
+        sessions._book.require(sessions._book.all)
+    assert lost.value.sessions == list(range(N))

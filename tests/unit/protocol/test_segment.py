@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import gc
 import os
 import resource
@@ -337,6 +338,46 @@ def test_a_segment_that_is_removed_while_it_is_attached_is_not_attached(when, mo
     for number in sweeper:
         os.close(number)
     assert open_files() == before - 2, "those of its owner"
+
+
+@pytest.mark.parametrize("why", [errno.EEXIST, errno.EIO, errno.EMFILE])
+def test_a_segment_that_gets_no_name_is_closed_at_once_and_only_once(why, monkeypatch):
+    def link(number: int, path: Path) -> None:
+        raise OSError(why, "no name")
+
+    monkeypatch.setattr(module, "_link", link)
+    before = open_files()
+    kind = {errno.EEXIST: SharedMemoryError, errno.EIO: OSError, errno.EMFILE: TooManyFiles}[why]
+    with pytest.raises(kind, match={errno.EEXIST: "owner lives", errno.EIO: "no name"}.get(why, "ulimit -n")) as raised:
+        Segment.create(segment_name("t", "a"), 4096)
+    own = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    assert open_files() == before + 3, "although the error still has its frames"
+    del raised
+    gc.collect()
+    for number in own:
+        os.close(number)  # raises if the number was closed meanwhile
+
+
+def test_memory_that_others_take_meanwhile_is_an_error_and_not_a_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_too_much", lambda folder, size: False)
+    with tiny_shared_memory(tmp_path / "shm", "1m"):
+        with pytest.raises(SharedMemoryError, match="needs 4.0 MiB.*--shm-size"):
+            Segment.create(segment_name("t", "a"), 4 << 20)
+        with Segment.create(segment_name("t", "a"), 4096) as segment, pytest.raises(OSError, match="Invalid argument"):
+            segment.allocate(-1, 8)
+
+
+def test_who_attaches_opens_what_it_asked_for_and_removes_nothing():
+    with Segment.create(segment_name("t", "a"), 4096) as owner:
+        for writable, access in ((True, os.O_RDWR), (False, os.O_RDONLY)):
+            guest = Segment.attach(owner.name, writable=writable)
+            before = open_files()
+            guest.separate(hold=False)
+            assert open_files() == before
+            assert fcntl.fcntl(guest.fd, fcntl.F_GETFL) & os.O_ACCMODE == access
+            guest.release()
+            dead(directory() / owner.name)
+            assert (directory() / owner.name).exists() and open_files() == before - 2
 
 
 def test_nothing_is_made_where_there_is_no_shared_memory(monkeypatch):

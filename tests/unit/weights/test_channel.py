@@ -254,14 +254,33 @@ def test_overwritten_words_are_readable_again_after_the_next_publication(make, a
         for _ in range(4):
             publisher.publish(arrays)
     assert not any(channel.restore() for _ in range(10))
+    slot = 320 + 64 * channel.claim().slot
     spoil(channel, at)
-    for _ in range(10):
-        channel.restore()
-    assert not channel.restore()
+    repaired = [channel.restore() for _ in range(10)]
+    assert repaired.count(True) == (at in (256, slot, slot + 8)), "the words of the older slot are not read any more"
+    if any(repaired):
+        assert repaired[3] and not channel.claim().version, "it is no publication in progress"
+    else:
+        assert channel.claim().version == 4
     with Publisher(channel) as publisher:
         version = publisher.publish(arrays)
     assert WeightsReader(channel).read().version == version > 4
     assert not any(channel.restore() for _ in range(10))
+
+
+def test_a_version_that_goes_back_is_noticed_at_once(make, arrays):
+    channel = make()
+    with Publisher(channel) as publisher:
+        publisher.publish(arrays)
+        before = int(channel._words[0])
+        for _ in range(3):
+            publisher.publish(arrays)
+    assert not channel.restore()
+    channel._words[0] = before
+    assert channel.restore() and not channel.claim().version
+    with Publisher(channel) as publisher:
+        assert publisher.publish(arrays) > 4, "those that read version 4 get this one"
+    assert not channel.restore()
 
 
 def test_a_channel_of_a_killed_publisher_is_intact(make, arrays):

@@ -105,7 +105,9 @@ def test_non_finite_weights_are_refused_on_request_and_the_last_version_stays(ma
             publisher.publish(state, check_finite=True)
         read = reader.read()
         assert read.version == publisher.version and (read.state["w"] == read.state["fine"]).all()
-    publisher.publish({**good, "w": poisoned.to(getattr(torch, dtype))})  # not requested, not checked
+    bad = {**good, "w": poisoned.to(getattr(torch, dtype))}
+    publisher.publish(bad)  # not requested, not checked
+    assert publisher.restore(bad, {"loss": np.nan}, 2**40) == reader.read().version == 2**40, "as it was saved"
     with pytest.raises(Refused, match="extra"):
         publisher.publish(good, extra={"deep": [np.array([1.0, np.nan])]}, check_finite=True)
 

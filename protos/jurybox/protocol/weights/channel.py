@@ -46,6 +46,7 @@ DEVICE = np.dtype([("generation", "<u8"), ("versions", "<u8", (2,)), ("handles",
 _MIB = 2**20
 _LOOKS = 4  # consecutive contradictions between the words; more than a publisher can cause
 _SKIPPED = 1000  # versions; more than can have been published since the last check
+_UNREADABLE = 1, 0  # sequence and version of a slot that is restored: as if it was being written
 _MAPPED = ("slots", "publisher_pid", "_data", "_words", "device")  # attributes that keep the memory mapped
 PUBLISHER_LOCK = OWNER_LOCK + 1
 
@@ -198,12 +199,13 @@ class WeightsChannel(forks.Closing):
         newest = int(self._words[0])
         # The newest of two slots is never written to. A single one may be partly written, if its publisher was killed.
         sequence, version = map(int, slots[newest % len(slots)][:2])
-        agree = newest == 0 or len(slots) == 1 or (version == newest // 2 and sequence % 2 == 0)
+        written = (version == newest // 2 and sequence % 2 == 0) or (sequence, version) == _UNREADABLE
+        agree = newest == 0 or len(slots) == 1 or written
         agree |= int(self._words[0]) != newest  # a publication is in progress
         self._unsound = 0 if agree else self._unsound + 1
         if newest // 2 < self._seen or self._unsound >= _LOOKS:
             self._seen, self._unsound = self._seen + _SKIPPED, 0
-            slots[:, 0], slots[:, 1] = 1, 0  # as if being written
+            slots[:, :2] = _UNREADABLE
             self._words[0] = 2 * self._seen
             return True
         if agree:
