@@ -49,6 +49,14 @@ def largest(dtype: np.dtype[Any]) -> float:
     return float(sys.modules["ml_dtypes"].finfo(dtype).max)
 
 
+def changed(given: NDArray[Any], converted: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which values a conversion has changed, but for the rounding of floating-point numbers."""
+    if not is_floating(converted.dtype):
+        return np.asarray(converted != given)
+    # A dtype without infinity has NaN instead.
+    return np.asarray((np.isfinite(converted) != np.isfinite(given)) | (np.isnan(converted) != np.isnan(given)))
+
+
 def tensor_bits(tensor: Any) -> NDArray[Any] | None:
     """Return the memory of a torch tensor as an array of a dtype that NumPy does not have.
 

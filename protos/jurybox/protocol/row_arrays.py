@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.dtypes import is_floating, largest, tensor_bits
+from jurybox.protocol.dtypes import changed, is_floating, largest, tensor_bits
 from jurybox.protocol.errors import Refused, SpecMismatch, did_you_mean, plain, said
 
 _write = np.ndarray.__setitem__
@@ -224,7 +224,9 @@ def _plain(array: Any) -> Any:
 def _holds(dtype: np.dtype[Any], value: float) -> bool:
     """Whether an array of this dtype can hold a Python number, but for a float's rounding."""
     if is_floating(dtype):
-        return not abs(value) > largest(dtype) or value in (np.inf, -np.inf)
+        if value in (np.inf, -np.inf):
+            return not changed(np.asarray(value), np.asarray(value).astype(dtype)).any()
+        return not abs(value) > largest(dtype)
     if type(value) is float:
         return False
     return value in (0, 1) if dtype.kind == "b" else np.iinfo(dtype).min <= value <= np.iinfo(dtype).max

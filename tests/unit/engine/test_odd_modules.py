@@ -133,6 +133,30 @@ def test_python_numbers_in_rows_of_any_size_are_values_of_the_specs_dtype(row, f
             answer(model)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "row", "came"),
+    [
+        ("float32", [0.1, 0.2], [np.float32(0.1), np.float32(0.2)]),
+        ("float64", [0.1], [0.1]),
+        ("float32", [np.inf, -np.inf, np.nan], [np.inf, -np.inf, np.nan]),
+        ("float32", [1e39], None),
+        ("float16", [65504.0], [65504.0]),
+        ("float16", [65536.0], None),
+        ("float8_e4m3fn", [448.0, np.nan], [448.0, np.nan]),
+        ("float8_e4m3fn", [np.inf], None),
+        ("int64", [2**53 + 1], [2**53 + 1]),
+    ],
+)
+def test_floating_point_numbers_of_python_are_rounded_to_the_specs_dtype_and_none_is_lost(dtype, row, came):
+    """A model that returns lists would otherwise fail for every number that is no binary fraction."""
+    model = ServedModel(Calls(lambda x: [row]), {"x": ROW}, {"y": TensorSpec(dtype, (-1,), capacity=4)})
+    if came is None:
+        with pytest.raises(Error, match=f"which {dtype} does not keep"):
+            answer(model)
+    else:
+        np.testing.assert_array_equal(answer(model)[0].astype(np.float64), np.float64(came))
+
+
 def test_a_row_of_bytes_is_bytes_and_no_number():
     model = ServedModel(Calls(lambda x: [5]), {"x": ROW}, {"y": TensorSpec("bytes", capacity=8)})
     with pytest.raises(Error, match="a row of bytes came as int, expected bytes or str"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from jurybox.protocol.dtypes import numpy_dtype
 from jurybox.protocol.errors import Refused, SpecMismatch
 from jurybox.protocol.row_arrays import Held, RowArray, RowArrays, array_of
 
@@ -13,6 +14,8 @@ HOLD = [("int8", -128), ("int8", 127), ("uint8", 0), ("bool", 1), ("bool", False
 HOLD += [("float32", float("inf")), ("float32", float("-inf")), ("float32", float("nan")), ("float16", 65504)]
 HOLD_NOT = [("int8", -129), ("int8", 128), ("uint8", -1), ("bool", 2), ("int32", 1.0), ("float16", -65536)]
 HOLD_NOT += [("bool", 0.0), ("float32", 1e39), ("float32", -1e39)]
+HOLD += [(numpy_dtype("bfloat16"), -np.inf), (numpy_dtype("float8_e5m2"), np.inf)]
+HOLD_NOT += [(numpy_dtype("float8_e4m3fn"), value) for value in (np.inf, -np.inf, 449.0)]  # infinity would be NaN
 
 
 def over(dtype, n=4):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.arena import Columns
+from jurybox.protocol.dtypes import changed
 from jurybox.protocol.errors import plain
 from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
@@ -158,13 +159,23 @@ def flattened(spec: TensorSpec, value: Any) -> tuple[NDArray[Any], tuple[int, ..
         tensor = given_tensor(value)
         require_kept("it", tensor.dtype, dtype_of(spec))
         array = array_over(host_values(tensor, dtype_of(spec)))
-    else:  # Python's numbers have no dtype: each must be a value of the spec's
-        given = np.asarray(value)
-        numbers = given.dtype.kind in "biuf"
-        array = given.astype(spec.numpy_dtype) if numbers else given
-        if not numbers or not np.array_equal(array, given, equal_nan=given.dtype.kind == "f"):
-            raise ValueError(f"{plain(value, 80)} came, which {spec.dtype} does not keep")
+    else:
+        array = _of_numbers(spec, value)
     extents = spec.extents_of(array.shape)
     if extents is None:
         raise ValueError(f"shape {array.shape} came, the spec promises {spec}")
     return array.reshape(-1), extents
+
+
+def _of_numbers(spec: TensorSpec, value: Any) -> NDArray[Any]:
+    """Return Python's numbers, which have no dtype, in the spec's. Raises ValueError if it does not keep them.
+
+    Floating-point numbers may be rounded, as in `torch.tensor`.
+    """
+    given = np.asarray(value)
+    if given.dtype.kind in "biuf":
+        with np.errstate(over="ignore"):
+            array = given.astype(spec.numpy_dtype)
+        if not changed(given, array).any():
+            return array
+    raise ValueError(f"{plain(value, 80)} came, which {spec.dtype} does not keep")
