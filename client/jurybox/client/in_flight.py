@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from jurybox.protocol.errors import Refused, Timeout
+from jurybox.protocol.errors import Busy, Refused, Timeout
 from jurybox.protocol.locks import IN_SERVICE, LockTurn, Taken, is_serving, seconds
 
 if TYPE_CHECKING:
@@ -220,8 +220,10 @@ class ModelLock:
                 if turns is not None and watched is not None:
                     turns._arrived(watched, loop, arrived)
 
-            lane.watch(loop, arrived)
-            lane.watched_by = loop
+            lane.watched_by = None
+            with contextlib.suppress(Busy):  # the callers look every LOOK_AFTER seconds, too
+                lane.watch(loop, arrived)
+                lane.watched_by = loop
         lane.receive_now()
 
     def _arrived(self, lane: Lane, loop: asyncio.AbstractEventLoop, again: Callable[[], None]) -> None:

@@ -224,10 +224,18 @@ class Juror:
             self._start()  # a forked child has no thread
         self._waiting.put(calls)
         with self._lock:
-            if not self._started:
-                weakref.finalize(self, self._waiting.close)
+            if self._started:
+                return
+            weakref.finalize(self, self._waiting.close)
+            try:
                 self._start_thread(None)
+            except RuntimeError as error:
+                why = Busy(f"no thread to send calls of {self.name!r} ({error}): ask again, or allow more (ulimit -u)")
+            else:
                 self._started = True  # last: an interrupt must not leave a juror without a thread
+                return
+        for call in calls:
+            call.fail(why)
 
     def _start_thread(self, model: Model | None) -> None:
         """Start a thread that sends calls on a model's lane; None: on that of the first one."""
@@ -354,7 +362,11 @@ class Juror:
             raise
         self._models, self._server = models, server
         for model in models[1:]:
-            self._start_thread(model)
+            try:
+                self._start_thread(model)
+            except RuntimeError:  # no more threads: fewer requests are in flight
+                models.remove(model)
+                model.close()
         return models
 
 

@@ -16,7 +16,7 @@ from tests.serving import wait_until
 from tests.unit.client.scripted import another_threads_call
 
 from jurybox.client.in_flight import UNSENT, Claim, InFlight, ModelLock, wake
-from jurybox.protocol.errors import Refused, Timeout
+from jurybox.protocol.errors import Busy, Refused, Timeout
 from jurybox.protocol.locks import LONGEST, mark_serving
 
 
@@ -104,6 +104,22 @@ async def test_a_lane_is_watched_once_by_each_loop_and_what_has_arrived_is_recei
     lane.watched_by.close()
     turns.watch(lane, loop)
     assert len(lane.arrived) == 2, "asyncio.run has returned, and another one has begun"
+
+
+async def test_a_lane_that_cannot_be_watched_now_is_received_from_and_watched_by_a_later_call(monkeypatch):
+    turns, lane, loop = ModelLock("m", 1.0), WatchedLane(), asyncio.get_running_loop()
+    lane.watched_by = asyncio.new_event_loop()
+    lane.watched_by.close()
+
+    def watch(loop, arrived):
+        raise Busy("no thread that waits for answers could be started")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "watch", watch)
+        turns.watch(lane, loop)
+    assert lane.received == 1 and lane.watched_by is None, "the other loop, which is watched no more, must ask anew"
+    turns.watch(lane, loop)
+    assert lane.received == 2 and lane.watched_by is loop and len(lane.arrived) == 1
 
 
 async def test_answers_that_arrive_in_another_threads_call_are_received_after_it():

@@ -191,7 +191,10 @@ class Scorer:
     spec = SPEC
 
     def __init__(self, refuses):
-        self.refuses, self.sizes = refuses, []
+        self.refuses, self.sizes, self.closed = refuses, [], 0
+
+    def close(self):
+        self.closed += 1
 
     def _reply(self, numbers):
         self.sizes.append(len(numbers))
@@ -518,6 +521,44 @@ def test_a_juror_has_a_lane_for_each_engine_as_far_as_there_are_free_ones(hosted
     juror.close()
     assert host.closed == 1 and juror.spec is None
     assert juror.scores({"x": [4.0]}, 1) == [4] and len(host.connected) == 2
+    juror.close()
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    """Let so many threads start, and then no more, as where the process has all that it may have."""
+    left, start = [0], threading.Thread.start
+
+    def counted(thread):
+        if thread.name.startswith("rewards"):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    return left
+
+
+@pytest.mark.parametrize("as_coroutine", [False, True])
+def test_calls_for_which_no_thread_can_start_are_told_at_once_and_sent_never(hosted, starting, as_coroutine):
+    juror = hosted(host := Host())
+
+    def ask(x):
+        return asyncio.run(juror.scores_async({"x": [x]}, 1)) if as_coroutine else juror.scores({"x": [x]}, 1)
+
+    for _ in range(2):
+        with pytest.raises(Busy, match="no thread to send calls of 'm' .can't start new thread.: ask again"):
+            ask(1.0)
+    starting[0] = 1
+    assert ask(2.0) == [2] and host.made[0].sizes == [1], "what was refused is not sent"
+    juror.close()
+
+
+def test_a_juror_uses_as_many_lanes_as_it_has_threads(hosted, starting):
+    juror, starting[0] = hosted(host := Host(engines=4)), 2
+    assert juror.scores({"x": [1.0, 2.0]}, 2) == [1, 2] and len(host.made) == 4
+    assert [scorer.closed for scorer in host.made] == [0, 0, 1, 1] and len(juror._models) == 2
     juror.close()
 
 

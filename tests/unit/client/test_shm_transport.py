@@ -19,7 +19,7 @@ from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.transports import shm
 from jurybox.client.transports.shm import ShmTransport, Words
 from jurybox.client.transports.transport import NOT_ANSWERED, NOT_FIT, NOT_SENT, NotSent, RowPlace
-from jurybox.protocol.errors import Code, SharedMemoryError
+from jurybox.protocol.errors import Busy, Code, SharedMemoryError
 from jurybox.protocol.scoreboard import ENGINE, EngineState
 from jurybox.protocol.segment import segment_name, sibling
 from jurybox.protocol.spec import TensorSpec
@@ -392,6 +392,33 @@ def test_where_no_thread_can_wait_for_answers_nothing_is_sent_until_one_can(
         loop.run_until_complete(asyncio.wait_for(asyncio.to_thread(wait_until, lambda: told, 30), 60))
     transport.close()
     loop.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+async def test_a_loop_for_which_no_thread_can_wait_is_told_so_and_watches_again_later(
+    world, transport, monkeypatch, error
+):
+    rings, told, loop = world.begin(0, 10), asyncio.Event(), asyncio.get_running_loop()
+    transport.send(ticket(1))
+
+    def fail(self):
+        raise error("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(Busy, match="no thread that waits for answers could be started .*can't start new thread"):
+            transport.watch(loop, told.set)
+    assert transport.holds(ticket(1)) and rings.collect() == [1]
+    rings.answer()
+    (answer,) = transport.receive(30.0)
+    assert answer.sequence == 1, "who looks finds it"
+    transport.settled(answer)
+    transport.watch(loop, told.set)
+    transport.send(ticket(2))
+    assert rings.collect() == [2]
+    rings.answer()
+    await come(told)
+    transport.close()
 
 
 def test_an_owner_that_waits_itself_is_told_of_nothing_until_it_arms_again(world, transport, words, monkeypatch):

@@ -19,7 +19,7 @@ from tests.loops import turns
 from jurybox import native
 from jurybox.client.juror import Scores as Found
 from jurybox.protocol import ModelSpec, TensorSpec
-from jurybox.protocol.errors import Code, Refused, SpecMismatch
+from jurybox.protocol.errors import Busy, Code, Refused, SpecMismatch
 from jurybox.server.frontend import pictures
 from jurybox.server.frontend.pictures import decoded, encoded_bytes
 from jurybox.server.frontend.threads import WORKERS, ThreadPool
@@ -43,6 +43,36 @@ def test_a_thread_returns_or_raises_what_its_function_does():
                 await asyncio.wait_for(pool.run(fail), 20)
 
     asyncio.run(go())
+
+
+def test_work_for_which_no_thread_can_start_is_refused_or_left_to_those_that_there_are(monkeypatch):
+    """As where the process has all threads that it may have: nothing waits for one that never comes."""
+    over, done, start = threading.Event(), [], threading.Thread.start
+
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def go() -> None:
+        pool = ThreadPool()
+        monkeypatch.setattr(threading.Thread, "start", full)
+        for _ in range(WORKERS + 1):
+            with pytest.raises(Busy, match="no thread for this request .can't start new thread.: ask again"):
+                await pool.run(done.append, 0)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        busy = asyncio.create_task(pool.run(over.wait, 60))
+        await turns()
+        monkeypatch.setattr(threading.Thread, "start", full)
+        late = asyncio.create_task(pool.run(done.append, 1))
+        await turns()
+        assert not late.done()
+        over.set()
+        await asyncio.gather(busy, late)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        both = threading.Barrier(2)
+        await asyncio.gather(*(asyncio.wait_for(pool.run(both.wait, 60), 60) for _ in range(2)))
+
+    asyncio.run(go())
+    assert done == [1]
 
 
 def test_abandoned_work_is_not_begun():

@@ -13,7 +13,7 @@ import numpy as np
 from jurybox import native
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.transports.transport import NotSent, RowPlace, Transport, Watching
-from jurybox.protocol.errors import SharedMemoryError, said
+from jurybox.protocol.errors import Busy, SharedMemoryError, said
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.shm_rings import ShmRings
@@ -123,8 +123,11 @@ class ShmTransport(Transport):
         if self._watching is not None:
             self._watching.stop()
         self._watching = watching = _Watcher(loop, arrived)
-        for rings in list(self._rings.values()):
-            watching.add(rings)
+        try:
+            for rings in list(self._rings.values()):
+                watching.add(rings)
+        except (RuntimeError, MemoryError) as error:  # as in `_open`
+            raise Busy(f"no thread that waits for answers could be started ({said(error)})") from None
 
     def tell(self, words: Words) -> None:
         """Notify the owner of many lanes through `words` when answers arrive after `arm`; an alternative to `watch`."""

@@ -257,7 +257,11 @@ class Transport(Protocol):
         return False
 
     def watch(self, loop: asyncio.AbstractEventLoop, arrived: Callable[[], None]) -> None:
-        """Call `arrived` in the loop's thread whenever answers may have arrived. Call this method in that thread."""
+        """Call `arrived` in the loop's thread whenever answers may have arrived. Call this method in that thread.
+
+        Raises:
+            Busy: nothing could be started that calls it; the caller looks for answers itself.
+        """
 
     def close(self) -> None:
         """Release all resources. Tickets in flight are never answered."""

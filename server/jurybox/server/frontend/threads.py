@@ -12,7 +12,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
 
-from jurybox.protocol.errors import said
+from jurybox.protocol.errors import Busy, said
 
 WORKERS = max(2, os.cpu_count() or 1)
 
@@ -31,7 +31,11 @@ class ThreadPool:
         self._not_started = WORKERS
 
     async def run(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in one of the threads, for the request of this task, and return what it returns or raises."""
+        """Call a function in one of the threads, for the request of this task, and return what it returns or raises.
+
+        Raises:
+            Busy: the process has no thread for it, and can start none.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         task = (loop, done, copy_context().run, (action, *arguments))
@@ -41,11 +45,21 @@ class ThreadPool:
             if idle is None:
                 self._todo.append(task)
                 if self._not_started:
-                    self._not_started -= 1
-                    threading.Thread(target=self._work, name=f"pictures {self._not_started}", daemon=True).start()
+                    self._start()
         if idle is not None:
             idle.put(task)
         return await done
+
+    def _start(self) -> None:
+        """Start another thread for the newest task, or leave it to those that there are."""
+        try:
+            threading.Thread(target=self._work, name=f"pictures {self._not_started - 1}", daemon=True).start()
+        except RuntimeError as error:
+            if self._not_started == WORKERS:
+                self._todo.pop()
+                raise Busy(f"no thread for this request ({error}): ask again, or allow more (ulimit -u)") from error
+        else:
+            self._not_started -= 1
 
     def _work(self) -> None:
         own: SimpleQueue[_Task] = SimpleQueue()
