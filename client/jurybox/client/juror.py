@@ -226,10 +226,11 @@ class Juror:
         with self._lock:
             if self._started:
                 return
-            weakref.finalize(self, self._waiting.close)
+            closing = weakref.finalize(self, self._waiting.close)
             try:
                 self._start_thread(None)
             except RuntimeError as error:
+                closing.detach()
                 why = Busy(f"no thread to send calls of {self.name!r} ({error}): ask again, or allow more (ulimit -u)")
             else:
                 self._started = True  # last: an interrupt must not leave a juror without a thread
