@@ -6,6 +6,7 @@ import functools
 import itertools
 import locale
 import os
+import signal
 import threading
 import time
 import warnings
@@ -519,6 +520,30 @@ def test_what_a_factory_sets_while_a_forward_ends_is_not_set_back(changes, monke
         stop.set()
         loading.join()
     assert built == [torch.float64] and torch.get_default_dtype() == torch.float32
+
+
+def test_a_process_that_a_factory_forks_while_a_forward_ends_can_set_the_dtype():
+    held, let_go = threading.Event(), threading.Event()
+
+    def ends():
+        with LOADS._setting:
+            held.set()
+            let_go.wait(60)
+
+    forward = threading.Thread(target=ends, daemon=True)
+    forward.start()
+    held.wait(60)
+    try:
+        with LOADS.code(lambda names: None):
+            if (child := os.fork()) == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(20)  # it ends so if it waits for the lock of a thread that it does not have
+                torch.set_default_dtype(torch.float64)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        let_go.set()
+        forward.join()
 
 
 def test_a_factory_that_keeps_the_dtype_changed_while_requests_wait_fails_and_they_are_answered(monkeypatch):

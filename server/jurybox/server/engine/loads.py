@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from jurybox.processes.surroundings import kept
+from jurybox.protocol import forks
 
 _PATIENCE = 5.0  # seconds that requests wait for a factory to set the default dtype back
 _STEP = 0.0005  # seconds between two looks
@@ -41,7 +42,8 @@ class Loads:
         self._dtype = torch.float32
         self._held = 0.0  # seconds that requests have waited
         self._overdue = False
-        self._setting = threading.RLock()  # held while the load, or `restore`, sets the default dtype
+        self._after_fork_in_child()
+        forks.register(self)
 
     @contextlib.contextmanager
     def code(self, changed: Callable[[list[str]], object]) -> Iterator[None]:
@@ -105,6 +107,9 @@ class Loads:
         time.sleep(_STEP)
         self._held += time.monotonic() - began
         return True
+
+    def _after_fork_in_child(self) -> None:
+        self._setting = threading.RLock()  # held while the load, or `restore`, sets the default dtype
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
