@@ -39,6 +39,7 @@ from jurybox.protocol.errors import (
 from jurybox.protocol.locks import NESTED, seconds
 from jurybox.protocol.scoreboard import FIRST, LAST, NORMAL
 from jurybox.protocol.spec import BYTES, ModelSpec, TensorSpec
+from jurybox.protocol.threads import start_thread
 
 if TYPE_CHECKING:
     from jurybox.client.model import Model
@@ -229,9 +230,9 @@ class Juror:
             closing = weakref.finalize(self, self._waiting.close)
             try:
                 self._start_thread(None)
-            except RuntimeError as error:
+            except Busy as error:
                 closing.detach()
-                why = Busy(f"no thread to send calls of {self.name!r} ({error}): ask again, or allow more (ulimit -u)")
+                why = error
             else:
                 self._started = True  # last: an interrupt must not leave a juror without a thread
                 return
@@ -239,9 +240,10 @@ class Juror:
             call.fail(why)
 
     def _start_thread(self, model: Model | None) -> None:
-        """Start a thread that sends calls on a model's lane; None: on that of the first one."""
+        """Start a thread that sends calls on a model's lane; None: on that of the first one. Raises Busy."""
         given = weakref.ref(self), self._waiting, model
-        threading.Thread(target=_work, args=given, name=f"rewards {self.name}", daemon=True).start()
+        thread = threading.Thread(target=_work, args=given, name=f"rewards {self.name}", daemon=True)
+        start_thread(thread, f"to send calls of {self.name!r}")
 
     def _jurors(self, panel: Members) -> dict[str, tuple[float, Juror]]:
         """Create a juror for each member. Raises ValueError if a member's settings are invalid."""
@@ -365,7 +367,7 @@ class Juror:
         for model in models[1:]:
             try:
                 self._start_thread(model)
-            except RuntimeError:  # no more threads: fewer requests are in flight
+            except Busy:  # no more threads: fewer requests are in flight
                 models.remove(model)
                 model.close()
         return models

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jurybox.client.row_codec import utf8
-from jurybox.protocol.dtypes import BITS, changed
+from jurybox.protocol.dtypes import BITS, converted
 from jurybox.protocol.errors import SpecMismatch, said
 from jurybox.protocol.parameters import parameter_row
 from jurybox.protocol.row_arrays import array_of
@@ -132,9 +132,8 @@ def fitted(name: str, spec: TensorSpec, value: Any) -> Any:
 
 def _narrowed(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Convert to another dtype. Raises SpecMismatch if an integer would wrap, or a finite number become infinite."""
-    with np.errstate(over="ignore"):
-        narrowed = array.astype(dtype)
-    if (wrong := changed(array, narrowed)).any():
+    narrowed, wrong = converted(array, dtype)
+    if wrong.any():
         raise SpecMismatch(
             f"{name} is {array.dtype} and has the value {array[wrong][0]}, which the model's {dtype.name} cannot hold: "
             "scale or clip it before it is scored"

@@ -49,12 +49,14 @@ def largest(dtype: np.dtype[Any]) -> float:
     return float(sys.modules["ml_dtypes"].finfo(dtype).max)
 
 
-def changed(given: NDArray[Any], converted: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which values a conversion has changed, but for the rounding of floating-point numbers."""
-    if not is_floating(converted.dtype):
-        return np.asarray(converted != given)
+def converted(given: NDArray[Any], dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Convert to another dtype; also return which values changed, but for the rounding of floating-point numbers."""
+    with np.errstate(over="ignore"):
+        array = given.astype(dtype)
+    if not is_floating(dtype):
+        return array, np.asarray(array != given)
     # A dtype without infinity has NaN instead.
-    return np.asarray((np.isfinite(converted) != np.isfinite(given)) | (np.isnan(converted) != np.isnan(given)))
+    return array, np.asarray((np.isfinite(array) != np.isfinite(given)) | (np.isnan(array) != np.isnan(given)))
 
 
 def tensor_bits(tensor: Any) -> NDArray[Any] | None:

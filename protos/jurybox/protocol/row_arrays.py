@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jurybox.protocol.dtypes import changed, is_floating, largest, tensor_bits
+from jurybox.protocol.dtypes import converted, is_floating, largest, tensor_bits
 from jurybox.protocol.errors import Refused, SpecMismatch, did_you_mean, plain, said
 
 _write = np.ndarray.__setitem__
@@ -225,7 +225,7 @@ def _holds(dtype: np.dtype[Any], value: float) -> bool:
     """Whether an array of this dtype can hold a Python number, but for a float's rounding."""
     if is_floating(dtype):
         if value in (np.inf, -np.inf):
-            return not changed(np.asarray(value), np.asarray(value).astype(dtype)).any()
+            return not converted(np.asarray(value), dtype)[1].any()
         return not abs(value) > largest(dtype)
     if type(value) is float:
         return False

@@ -406,7 +406,9 @@ async def test_a_loop_for_which_no_thread_can_wait_is_told_so_and_watches_again_
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(Busy, match="no thread that waits for answers could be started .*can't start new thread"):
+        with pytest.raises(
+            Busy, match="no thread that waits for its answer could be started .can't start new thread.: ask again"
+        ):
             transport.watch(loop, told.set)
     assert transport.holds(ticket(1)) and rings.collect() == [1]
     rings.answer()

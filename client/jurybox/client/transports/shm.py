@@ -13,10 +13,11 @@ import numpy as np
 from jurybox import native
 from jurybox.client.in_flight import LOOK_AFTER, Answer, InFlight
 from jurybox.client.transports.transport import NotSent, RowPlace, Transport, Watching
-from jurybox.protocol.errors import Busy, SharedMemoryError, said
+from jurybox.protocol.errors import Busy, SharedMemoryError
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import sibling
 from jurybox.protocol.shm_rings import ShmRings
+from jurybox.protocol.threads import start_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -123,11 +124,8 @@ class ShmTransport(Transport):
         if self._watching is not None:
             self._watching.stop()
         self._watching = watching = _Watcher(loop, arrived)
-        try:
-            for rings in list(self._rings.values()):
-                watching.add(rings)
-        except (RuntimeError, MemoryError) as error:  # as in `_open`
-            raise Busy(f"no thread that waits for answers could be started ({said(error)})") from None
+        for rings in list(self._rings.values()):
+            watching.add(rings)
 
     def tell(self, words: Words) -> None:
         """Notify the owner of many lanes through `words` when answers arrive after `arm`; an alternative to `watch`."""
@@ -198,11 +196,11 @@ class ShmTransport(Transport):
                 self._watching.add(rings)
             if self._words is not None:
                 self._words.add(memory, self._lane)
-        except (RuntimeError, MemoryError) as error:  # the system has no thread for this process, or no memory for one
+        except Busy as error:  # there is no thread that waits for its answers
             if not client.in_flight and self._rings.get((engine, incarnation)) is rings:
                 del self._rings[engine, incarnation]
                 self._detach(rings)
-            raise NotSent(f"no thread that waits for its answer could be started ({said(error)})") from None
+            raise NotSent(str(error)) from None
         return rings
 
     def _detach(self, rings: _AttachedRings) -> None:
@@ -228,12 +226,12 @@ class Words:
             os.close(self.descriptor)
 
     def add(self, rings: ShmRings, lane: int) -> None:
-        """Start to watch a lane of these rings. Raises RuntimeError if a thread cannot be started: `remove` it then."""
+        """Start to watch a lane of these rings. Raises Busy if a thread cannot be started: `remove` it then."""
         key = (rings.segment.name, lane // native.RINGS_SLEEPERS)
         if (word := self._words.get(key)) is None:
             word = native.ShmRingsWord(rings.segment.array(np.uint8, (native.RINGS_BYTES,)), lane)
             self._words[key] = word
-            threading.Thread(target=self._watch, args=(key, word), name="jurybox-answers", daemon=True).start()
+            _start_waiting(self._watch, key, word)
         word.add(lane)
 
     def pause(self, rings: ShmRings, lane: int) -> None:
@@ -300,8 +298,8 @@ class _Watcher:
         self._stopped = False
 
     def add(self, rings: _AttachedRings) -> None:
-        """Start to watch these rings, until they are replaced."""
-        threading.Thread(target=self._run, args=(rings,), name="jurybox-answers", daemon=True).start()
+        """Start to watch these rings, until they are replaced. Raises Busy if a thread cannot be started."""
+        _start_waiting(self._run, rings)
 
     def stop(self) -> None:
         """Stop notifying the loop. May be called from any thread."""
@@ -312,3 +310,9 @@ class _Watcher:
     def _run(self, rings: _AttachedRings) -> None:
         while not self._stopped and not rings.replaced and self._watching.on:
             rings.client.watch(self._event.descriptor, _WATCH)
+
+
+def _start_waiting(run: Callable[..., None], *arguments: object) -> None:
+    """Start a thread that sleeps on rings. Raises Busy."""
+    thread = threading.Thread(target=run, args=arguments, name="jurybox-answers", daemon=True)
+    start_thread(thread, "that waits for its answer could be started")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jurybox import native
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.dtypes import changed
+from jurybox.protocol.dtypes import converted
 from jurybox.protocol.errors import plain
 from jurybox.protocol.row_frames import elements
 from jurybox.protocol.spec import BYTES, TensorSpec
@@ -174,8 +174,7 @@ def _of_numbers(spec: TensorSpec, value: Any) -> NDArray[Any]:
     """
     given = np.asarray(value)
     if given.dtype.kind in "biuf":
-        with np.errstate(over="ignore"):
-            array = given.astype(spec.numpy_dtype)
-        if not changed(given, array).any():
+        array, wrong = converted(given, spec.numpy_dtype)
+        if not wrong.any():
             return array
     raise ValueError(f"{plain(value, 80)} came, which {spec.dtype} does not keep")

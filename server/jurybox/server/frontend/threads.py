@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from jurybox.protocol.errors import Busy, said
+from jurybox.protocol.threads import start_thread
 
 WORKERS = max(2, os.cpu_count() or 1)
 
@@ -52,12 +53,13 @@ class ThreadPool:
 
     def _start(self) -> None:
         """Start another thread for the newest task, or leave it to those that there are."""
+        thread = threading.Thread(target=self._work, name=f"pictures {self._not_started - 1}", daemon=True)
         try:
-            threading.Thread(target=self._work, name=f"pictures {self._not_started - 1}", daemon=True).start()
-        except RuntimeError as error:
+            start_thread(thread, "for this request")
+        except Busy:
             if self._not_started == WORKERS:
                 self._todo.pop()
-                raise Busy(f"no thread for this request ({error}): ask again, or allow more (ulimit -u)") from error
+                raise
         else:
             self._not_started -= 1
 
