@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class CudaRegions(Registry[CudaRegion]):
         spec: ModelSpec,
         inputs: Mapping[str, tuple[str, Sequence[Any], Place]],
         outputs: Mapping[str, Place],
-        seconds: float,
+        until: float,
         version: int,
     ) -> tuple[int, int]:
         """Answer a request whose tensors all lie in regions; return the number of rows and the weights version.
@@ -107,6 +108,7 @@ class CudaRegions(Registry[CudaRegion]):
         Args:
             inputs: the datatype, shape and place of each input.
             outputs: the place of each requested output.
+            until: the deadline, of `time.monotonic`.
 
         Raises:
             Timeout, and the errors of the inputs' check, of the binding and of `Rows.infer`.
@@ -116,14 +118,16 @@ class CudaRegions(Registry[CudaRegion]):
             self.check(place, rows * spec.outputs[name].row_bytes, name)
         places = tuple((name, place) for name, (_, _, place) in sorted(inputs.items()))
         key = spec.name, rows, places, tuple(sorted(outputs.items(), key=lambda item: item[0]))
+        seconds = max(0.0, until - time.monotonic())
         try:
             async with asyncio.timeout(seconds):
-                binding = await self._binding(key, spec.name, rows, dict(places), outputs, seconds)
+                binding = await self._binding(key, spec.name, rows, dict(places), outputs, until)
                 async with binding.turn:
                     if self._bindings.get(key) is not binding:
                         raise Refused("a region of this request was unregistered meanwhile", Code.BUSY)
                     try:
-                        await asyncio.to_thread(binding.rows.infer, rows, timeout=seconds, version=version)
+                        left = max(0.0, until - time.monotonic())
+                        await asyncio.to_thread(binding.rows.infer, rows, timeout=left, version=version)
                     except Error as error:
                         if error.code in (Code.STALE_LEASE, Code.SERVER_GONE):
                             self._bindings.pop(key, None)
@@ -138,14 +142,14 @@ class CudaRegions(Registry[CudaRegion]):
             ) from error
 
     async def _binding(
-        self, key: Any, model: str, rows: int, inputs: dict[str, Place], outputs: Mapping[str, Place], seconds: float
+        self, key: Any, model: str, rows: int, inputs: dict[str, Place], outputs: Mapping[str, Place], until: float
     ) -> _Binding:
         async with self._making:
             if (binding := self._bindings.get(key)) is None:
                 while len(self._bindings) >= _MOST_BINDINGS:
                     oldest = next(iter(self._bindings))
                     await self._end(oldest, self._bindings[oldest])
-                make = functools.partial(self._bound, model, rows, inputs, outputs, seconds)
+                make = functools.partial(self._bound, model, rows, inputs, outputs, until)
                 regions = frozenset(place.region for place in (*inputs.values(), *outputs.values()))
                 binding = self._bindings[key] = _Binding(await self._frontend.call(make), regions)
             self._bindings.move_to_end(key)
@@ -157,13 +161,14 @@ class CudaRegions(Registry[CudaRegion]):
         rows: int,
         inputs: dict[str, Place],
         outputs: Mapping[str, Place],
-        seconds: float,
+        until: float,
         server: Server,
     ) -> BoundRows:
         def where(places: Mapping[str, Place]) -> dict[str, tuple[bytes, int]]:
             return {name: (self._named(place.region).handle, place.offset) for name, place in places.items()}
 
-        return server.bound_rows(model, rows, where(inputs), where(outputs), timeout=seconds)
+        left = max(0.0, until - time.monotonic())
+        return server.bound_rows(model, rows, where(inputs), where(outputs), timeout=left)
 
     async def _end(self, key: Any, binding: _Binding) -> None:
         """End a binding once its current request is answered."""

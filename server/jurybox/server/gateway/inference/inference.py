@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,8 +120,8 @@ class OpenInference:
                 "shared memory",
                 Code.UNSUPPORTED,
             )
-        seconds = deadline(options.seconds, request.seconds) - time.monotonic()
-        spec = await self.frontend.spec(request.model, time.monotonic() + seconds)
+        until = deadline(options.seconds, request.seconds)
+        spec = await self.frontend.spec(request.model, until)
         version = weights_version(request.version)
         inputs, outputs = {}, {}
         tensors: list[Input | RequestedOutput] = [*request.inputs, *request.outputs]
@@ -146,7 +145,7 @@ class OpenInference:
                 )
         if not outputs:
             raise SpecMismatch("no output was asked for: name each that is wanted, with its CUDA region")
-        rows, used = await self.cuda_regions.infer(spec, inputs, outputs, seconds, version)
+        rows, used = await self.cuda_regions.infer(spec, inputs, outputs, until, version)
         require_version(request.model, version if request.version else None, used)
         self.frontend.record_outcome(request.model, True)
         made = [
