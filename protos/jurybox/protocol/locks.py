@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from itertools import repeat, starmap
 from typing import Any
 
@@ -18,7 +19,9 @@ from jurybox.protocol.errors import Refused, Timeout
 LONGEST = 1e8  # seconds, about three years; the cap of all time-outs, so that none overflows
 NESTED = "this is a signal handler or a destructor inside of it"
 IN_SERVICE = "a destructor was run by the garbage collector in a thread that carries answers; ask in another one"
-_thread = threading.local()  # `serving`: it belongs to Jurybox or a library, and carries answers to waiting callers
+# Whether this thread belongs to Jurybox or a library, and carries answers to waiting callers. gRPC runs its threads in
+# the context of the one that has made the call: they are marked before they run a line.
+_serving = ContextVar("jurybox_serving", default=False)
 
 
 def seconds(timeout: float) -> float:
@@ -35,13 +38,13 @@ def seconds(timeout: float) -> float:
 
 
 def mark_serving() -> None:
-    """Mark this thread as one that carries answers: a destructor that is run in it must not wait for one."""
-    _thread.serving = True
+    """Mark this thread, and gRPC's for its calls: a destructor that is run in one must not wait for an answer."""
+    _serving.set(True)
 
 
 def is_serving() -> bool:
     """Return whether this thread carries answers."""
-    return getattr(_thread, "serving", False)
+    return _serving.get()
 
 
 class Taken(Exception):

@@ -6,6 +6,7 @@ import _thread
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from jurybox import native
 from jurybox.client import ProtocolMismatch, Refused, RowFailed, Timeout, connect
 from jurybox.client.remote import grpc_channel, grpc_stream, weights
 from jurybox.protocol import open_inference_pb2 as pb
+from jurybox.protocol.locks import is_serving
 
 ROW = np.array([[1, 2, 3, 4]], np.float32)
 ANSWER = [[3, 5, 7, 9]]
@@ -89,6 +91,29 @@ def test_a_destructor_is_answered_or_refused_at_once_in_whichever_thread_the_col
             what="destructors",
         )
     assert (wrong, slow) == ([], [])
+
+
+@pytest.mark.parametrize("way", ["call", "weights"])
+def test_a_thread_that_grpc_starts_for_us_carries_answers_before_it_runs_a_line(gateway, way, monkeypatch):
+    monkeypatch.setattr("jurybox.client.remote.grpc_link.can_dial", lambda address, authority: False)
+    began = []
+
+    def called(frame, event, _):
+        if event == "call" and frame.f_globals.get("__name__") == "grpc._channel":
+            began.append((frame.f_code.co_name, is_serving()))
+            sys.setprofile(None)
+
+    threading.setprofile(called)
+    try:
+        with connect(f"grpc://{gateway.grpc}", timeout=30) as server:
+            if way == "call":
+                server.model("affine").submit(ROW).result()
+            else:
+                server.publisher("policy").publish({"scale": np.float32(2), "offset": np.float32(1)})
+    finally:
+        threading.setprofile(None)
+    assert began and all(serving for _, serving in began), began
+    assert not is_serving()
 
 
 def test_a_signal_handler_in_a_call_gets_its_own_answer(server):

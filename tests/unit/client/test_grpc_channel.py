@@ -27,7 +27,7 @@ class Channel:
     def __init__(self):
         self.closed, self.calls, self.paths, self.act = 0, [], [], lambda: b""
 
-    def unary_unary(self, path, _, parse, **more):
+    def unary_unary(self, path, **more):
         self.paths.append(path)
 
         def call(message, **options):

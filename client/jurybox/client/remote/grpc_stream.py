@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from jurybox.client.remote.grpc_channel import CODE, in_service
+from jurybox.client.remote.grpc_channel import CODE
 from jurybox.protocol import forks
 from jurybox.protocol.errors import Busy, Code, Error, Refused, ServerGone, Timeout, error_for
 from jurybox.protocol.locks import IN_SERVICE, is_serving, mark_serving
@@ -60,9 +60,7 @@ class RemoteStream:
         self._forked = False
         # The threads refer to the exchange, not to this object, so that it can be garbage-collected, which ends them.
         self._exchange = exchange = _Exchange()
-        call = channel.stream_stream(
-            method, lambda request: request.SerializeToString(), in_service(message.FromString)
-        )
+        call = channel.stream_stream(method, lambda request: request.SerializeToString(), message.FromString)
         self._end = weakref.finalize(self, exchange.end)  # first: a handler may raise anywhere from here on
         exchange.begin(partial(call, metadata=metadata))
         forks.register(self)
@@ -159,7 +157,6 @@ class _Exchange:
             call.cancel()
 
     def _outgoing(self) -> Iterator[Message]:
-        mark_serving()
         while not self.ended:
             try:
                 yield self.requests.get(timeout=_SLICE)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from jurybox.client.link import closed_connection
-from jurybox.client.remote.grpc_channel import CORE, Channels, in_service, unary
+from jurybox.client.remote.grpc_channel import CORE, Channels, unary
 from jurybox.client.remote.infer_calls import CLOSED, INFER, Outcome
 from jurybox.client.transports.transport import Watching
 from jurybox.protocol.errors import Refused
@@ -111,7 +111,7 @@ class GrpcioStarted:
 
 def _start_calls(channel: grpc.Channel, metadata: Any, queue: SimpleQueue[Any]) -> None:
     mark_serving()
-    method = unary(channel, INFER, in_service(bytes))
+    method = unary(channel, INFER)
     while (call := queue.get()) is not None:
         request, timeout, done = call
         try:
