@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import gzip
 import itertools
@@ -18,7 +19,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 from tests.collecting import collecting_often
-from tests.http2_frames import HELLO, data_frame, frame, head
+from tests.http2_frames import DATA, HELLO, data_frame, frame, head
 
 from jurybox import native
 from jurybox.client.remote.grpc_channel import open_channel
@@ -309,6 +310,15 @@ def test_a_compressed_message_ends_at_its_end_mark(served, encoding, compress):
             connection.sendall(HELLO + framed_call(1, message, encoding=encoding))
             kind, flags = received_frames(connection, 1)[-1]
         assert kind == 1 and (flags & 1 == 0) == answered, message  # an error has nothing after its header
+
+
+@pytest.mark.parametrize("messages", [b"", data_frame(1, b"x", ends=False) + data_frame(1, b"y")])
+def test_a_call_of_one_message_that_brings_none_or_two_ends_with_an_error(messages):
+    served = start("nghttp2")  # grpcio takes the first of two, and does not answer none
+    with connected(served) as connection, contextlib.closing(served):
+        connection.sendall(HELLO + head(1, b"/t.T/echo") + (messages or frame(DATA, 1, 1)))
+        kind, flags = received_frames(connection, 1)[-1]
+    assert (kind, flags & 1) == (1, 1), "an error has nothing after its header"
 
 
 def test_a_client_that_dies_after_any_byte_affects_no_other(served, channel):

@@ -338,6 +338,14 @@ def test_doctor_ends_with_1_where_a_server_could_not_run(run, monkeypatch, level
     assert report["findings"][1] == {"subject": "locks", "level": level, "found": "[none]", "remedy": "buy some"}
 
 
+def test_doctor_ends_with_1_and_says_why_where_the_settings_are_no_toml(run, tmp_path):
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[server\n")
+    result = run("doctor", str(settings))
+    assert result.exit_code == 1 and result.stderr.startswith(f"jurybox doctor: {settings}: ")
+    assert isinstance(result.exception, SystemExit)
+
+
 def test_version_names_build_and_protocol(run):
     result = run("--version")
     assert result.exit_code == 0

@@ -65,6 +65,12 @@ def test_python_and_platform(version, platform, level):
     assert checks.check_python(version, platform).level is level
 
 
+def test_a_package_that_is_missing_is_a_finding_and_stops_no_other(monkeypatch):
+    monkeypatch.setattr(checks, "_PACKAGES", ("numpy", "jurybox-has-no-such-package"))
+    (finding,) = [one for one in examine() if "jurybox-has-no-such-package" in one.found]
+    assert finding.level is Level.FAIL and finding.found.startswith("jurybox-has-no-such-package not installed; ")
+
+
 def test_a_missing_package_is_named_with_the_extra_that_brings_it():
     finding = checks.check_packages({"numpy": "2.0", "fastapi": None})
     assert finding.level is Level.FAIL

@@ -188,6 +188,7 @@ async def test_a_sequence_whose_lane_is_gone_is_lost_unless_it_begins(error: Any
         with pytest.raises(SessionLost, match="has no state here"):
             await made.compute(stepping(2))
     assert len(lanes.retired) == 2 and len(lanes.asked) == 4, "a step is not computed without its state"
+    assert len(lanes.held) == 4, "no lane is waited for"
 
 
 async def test_a_model_that_fails_keeps_its_lane() -> None:
