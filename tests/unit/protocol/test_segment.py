@@ -215,9 +215,20 @@ def test_what_is_something_else_leaves_no_descriptor_and_no_lock(what):
     assert not (directory() / segment.name).exists()
 
 
+@pytest.mark.parametrize("rows", [4, 4000])
+def test_an_arena_of_another_layout_is_refused_whichever_is_larger(rows):
+    name = segment_name("t", "arena")
+    spec = ModelSpec("m", {"x": NUMBER}, {"y": NUMBER})
+    had, wanted = (ArenaLayout(spec, each).size for each in (2000, rows))
+    with Segment.create(name, had), pytest.raises(ProtocolMismatch) as refused:
+        Arena.attach(name, ArenaLayout(spec, rows))
+    assert f"has {had} bytes, {wanted} were expected for {rows} rows of model 'm'" in str(refused.value)
+
+
 @pytest.mark.parametrize("wrong", [{"timeout": float("nan")}, {"threads": -1}, {"seed": "x"}])
 def test_a_replay_that_could_not_be_made_leaves_neither_memory_nor_a_name(wrong, tmp_path):
     for where in ("t", tmp_path / "rows"):
+        gc.collect()
         before = open_files()
         with pytest.raises((TypeError, ValueError)):
             Replay.create(where, 8, {"x": Field(())}, **wrong)

@@ -12,7 +12,8 @@ from starlette.routing import Route
 from jurybox import native
 from jurybox.protocol.errors import Code
 from jurybox.server.security.access import Access
-from jurybox.server.security.http import guarded
+from jurybox.server.security.doors import Doors
+from jurybox.server.security.http import Doorkeeper, guarded
 
 TOKEN = "0123456789abcdef"
 MOST = 1 << 20
@@ -171,3 +172,29 @@ async def test_a_load_balancers_probe_of_http_1_0_needs_no_host(version, headers
 
     await guarded(APP, Access(None, max_message=MOST), loopback=True)(scope, receive, send)
     assert sent[0]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("closed", "begun", "status"), [(True, False, 503), (True, True, None), (False, False, None), (False, True, None)]
+)
+async def test_a_request_that_a_stop_ends_is_refused_unless_its_answer_has_begun(closed, begun, status):
+    doors, sent = Doors(), []
+
+    async def app(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        if closed:
+            doors.close()
+        raise asyncio.CancelledError
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    asked = Doorkeeper(app, doors, {})({"type": "http", "method": "POST", "path": "/echo"}, None, send)
+    if status is None:
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert sent == [200] * begun
+    else:
+        await asked
+        assert sent[0] == status

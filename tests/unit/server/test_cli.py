@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,6 +374,22 @@ def test_without_the_server_extra_the_command_says_what_to_install():
     assert done.returncode == 2
     assert done.stderr.startswith("jurybox: typer is not installed")
     assert install_command("server") in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [("jurybox", install_command("training")), ("others", "pip install 'others'"), (None, "pip install 'its package'")],
+)
+def test_a_command_that_lacks_a_package_says_what_to_install(capsys, package, remedy):
+    dist = package and SimpleNamespace(name=package)
+    point = EntryPoint("train", "missing_of_ours:main", commands.GROUP)
+    with pytest.raises(typer.Exit) as ended:
+        commands.PluginCommand(point._for(dist)).load()
+    said = capsys.readouterr().err.strip()
+    assert (ended.value.exit_code, said) == (
+        2,
+        f"jurybox train: missing_of_ours is not installed. Install it with: {remedy}",
+    )
 
 
 def test_a_broken_install_of_our_own_is_not_taken_for_a_missing_extra(monkeypatch):

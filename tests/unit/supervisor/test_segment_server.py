@@ -65,6 +65,15 @@ def test_a_process_reads_what_another_writes(segment):
     assert segment.array("u1", (5,)).tolist() == [1, 2, 3, 4, 0]
 
 
+def test_another_user_gets_nothing_and_is_not_waited_for(server, segment, monkeypatch):
+    monkeypatch.setattr(segment_server, "peer_user", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(segment_server, "_SILENT", 1000.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(10)
+        connection.connect(str(socket_of(segment.name)))
+        assert connection.recv(1) == b"", "closed, though no request came"
+
+
 def test_its_size_cannot_change(segment):
     attached = Segment.attach(segment.name)
     for descriptor in (attached.fd, segment.fd):
