@@ -7,6 +7,7 @@ import time
 import warnings
 
 import numpy as np
+import psutil
 import pytest
 from tests.serving import serving, wait_until
 
@@ -676,3 +677,18 @@ def test_rows_of_several_callers_are_one_ticket_or_none_if_one_does_not_fit(clie
         assert model.submit_parts(other, until, 0) is None
         assert not model.requests.lane.in_flight and model.requests.lane.free == 8
     np.testing.assert_array_equal(model.submit_parts(parts, until, 0).result().outputs, 2 * X[:3] + 1)
+
+
+def test_a_server_that_nobody_asks_and_its_clients_leave_the_cores_to_others(client, server):
+    def used() -> dict[str, float]:
+        each = [own, *supervisor.children(recursive=True)]
+        return {f"{one.pid} {one.name()}": sum(one.cpu_times()[:2]) for one in each}
+
+    own, supervisor = psutil.Process(), psutil.Process(server.process.pid)
+    client.model("affine").infer(X[:2])
+    time.sleep(0.3)  # engines look for a client's return without a pause for a moment
+    before = used()
+    time.sleep(1.0)
+    after = used()
+    spent = {name: after[name] - before[name] for name in before}
+    assert len(spent) > 3 and max(spent.values()) < 0.3, spent

@@ -20,6 +20,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from tests.collecting import collecting_often
 from tests.http2_frames import DATA, HELLO, data_frame, frame, head
+from tests.serving import wait_until
 
 from jurybox import native
 from jurybox.client.remote.grpc_channel import open_channel
@@ -208,6 +209,16 @@ def test_a_deadline_ends_the_method(served, channel):
     served.methods.cancelled.clear()
     assert status(channel.unary_unary("/t.T/sleep"), b"600", timeout=0.2) == grpc.StatusCode.DEADLINE_EXCEEDED
     assert served.methods.cancelled.wait(60)
+
+
+def test_a_server_is_busy_while_a_call_that_does_more_than_read_is_in_progress(served, channel, monkeypatch):
+    monkeypatch.setattr("jurybox.server.security.grpc._WORK", {"sleep"})
+    served.methods.began.clear()
+    assert not served.server.busy
+    call = channel.unary_unary("/t.T/sleep").future(b"30", timeout=60)
+    assert served.methods.began.wait(20) and served.server.busy
+    call.cancel()
+    wait_until(lambda: not served.server.busy, 20, "the end of its call")
 
 
 def test_cancelling_a_call_ends_its_method(served, channel):

@@ -94,7 +94,7 @@ class World:
     number = 0
     slow = False
 
-    def __init__(self, think, fixed=BATCH, by_row=0):
+    def __init__(self, think, fixed=BATCH, by_row=0, most=64):
         self.fixed, self.by_row = fixed, by_row
         self.now, self.pauses, self.sizes, self.think = 1_000_000, [], [], think
         self.asks = dict.fromkeys(range(len(think)), self.now)
@@ -106,7 +106,7 @@ class World:
         for lane in range(len(think)):
             self.scoreboard.lanes[lane : lane + 1][["lease", "model", "first", "rows"]] = (lane + 1, 0, lane, 1)
         self.engine = Engine(owner, 0, [self], clock=lambda: self.now, pause=self.pause)
-        served = Served("m", spec, self.arena.inputs, self.arena.outputs, 64)
+        served = Served("m", spec, self.arena.inputs, self.arena.outputs, most)
         served.run = lambda tickets, rows, version: self.forward(rows)
         self.engine.install(0, served)
 
@@ -309,3 +309,17 @@ def test_clients_that_think_for_a_good_part_of_a_large_batch_are_not_waited_for(
     crowd = world([3_000_000] * 8, fixed=4_000_000)
     crowd.run(60)
     assert sum(crowd.pauses) * 1e9 < 0.3 * crowd.now
+
+
+@pytest.mark.parametrize(("clients", "fixed"), [(12, BATCH), (12, 4_000_000), (6, 4_000_000)])
+def test_a_batch_that_is_full_waits_for_nobody(world, clients, fixed):
+    crowd = world([100_000 + 7_000 * i for i in range(clients)], fixed=fixed, by_row=10_000, most=4)
+    queue, pause, full = crowd.engine.slots[0].queue, crowd.engine._pause, []
+
+    def noted(seconds, more):
+        full.append(queue.rows >= 4)
+        pause(seconds, more)
+
+    crowd.engine._pause = noted
+    crowd.run(400)
+    assert max(crowd.sizes) == 4 and True not in full

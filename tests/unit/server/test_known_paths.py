@@ -171,6 +171,24 @@ def test_a_body_in_pieces_is_put_together():
     run(test)
 
 
+def test_a_request_is_being_received_until_its_body_is_here_and_in_progress_until_its_answer():
+    async def test(gateway, web):
+        await learnt(web)
+        (connection,) = gateway.state.connections
+        assert not connection.receiving and not connection.in_progress
+        whole = request(b"0123456789")
+        gateway.go.clear()
+        await web.send(whole[:-1])
+        assert connection.receiving and connection.in_progress
+        await web.send(whole[-1:])
+        assert not connection.receiving and connection.in_progress
+        gateway.go.set()
+        assert (await web.answer())[2] == b"<0123456789>"
+        assert not connection.receiving and not connection.in_progress and gateway.by_layers == 1
+
+    run(test)
+
+
 def test_requests_that_come_at_once_are_answered_in_their_order():
     async def test(gateway, web):
         await learnt(web)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from pathlib import Path
@@ -47,3 +48,24 @@ def test_a_flood_of_registrations_keeps_no_more_than_short_names_of_a_few_region
     with pytest.raises(Refused) as refused:
         registry.status("y" * (1 << 20))
     assert len(str(refused.value)) < 10_000
+
+
+def test_memory_of_another_user_or_with_a_second_name_is_not_registered(monkeypatch):
+    registry, key = Regions("test-"), f"test-{uuid.uuid4().hex}"
+    file, second = Path("/dev/shm") / key, Path("/dev/shm") / f"{key}-second"
+    file.write_bytes(b"x")
+    try:
+        with monkeypatch.context() as other:
+            user = os.getuid()
+            other.setattr(os, "getuid", lambda: user + 1)
+            with pytest.raises(Refused, match="is not shared memory of the server's user"):
+                registry.register("r", key, 0, 1)
+        second.hardlink_to(file)
+        with pytest.raises(Refused, match="with this name only"):
+            registry.register("r", key, 0, 1)
+        second.unlink()
+        registry.register("r", key, 0, 1)
+    finally:
+        registry.close()
+        file.unlink()
+        second.unlink(missing_ok=True)
