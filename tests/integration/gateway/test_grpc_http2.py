@@ -44,6 +44,9 @@ class Methods:
     async def echo(self, request, context):
         return request
 
+    async def left(self, request, context):
+        return str(context.time_remaining()).encode()
+
     async def fail(self, request, context):
         raise error_for(Code.BUSY, "no room: 100% full, ä")
 
@@ -81,7 +84,7 @@ class Methods:
         as_it_is = {"request_deserializer": lambda data: data, "response_serializer": lambda data: data}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(getattr(self, name), **as_it_is)
-            for name in ("broken", "echo", "fail", "refuse", "sleep")
+            for name in ("broken", "echo", "fail", "left", "refuse", "sleep")
         }
         handlers["count"] = grpc.unary_stream_rpc_method_handler(self.count, **as_it_is)
         handlers["double"] = grpc.stream_stream_rpc_method_handler(self.double, **as_it_is)
@@ -211,14 +214,21 @@ def test_a_deadline_ends_the_method(served, channel):
     assert served.methods.cancelled.wait(60)
 
 
-def test_a_server_is_busy_while_a_call_that_does_more_than_read_is_in_progress(served, channel, monkeypatch):
+def test_a_method_is_told_how_much_time_is_left(served, channel):
+    left = channel.unary_unary("/t.T/left")
+    assert 0 < float(left(b"", timeout=200)) <= 200
+    assert left(b"") == b"None"
+
+
+@pytest.mark.parametrize("http2", HTTP2)
+def test_a_server_is_busy_while_a_call_that_does_more_than_read_is_in_progress(http2, monkeypatch):
     monkeypatch.setattr("jurybox.server.security.grpc._WORK", {"sleep"})
-    served.methods.began.clear()
-    assert not served.server.busy
-    call = channel.unary_unary("/t.T/sleep").future(b"30", timeout=60)
-    assert served.methods.began.wait(20) and served.server.busy
-    call.cancel()
-    wait_until(lambda: not served.server.busy, 20, "the end of its call")
+    with contextlib.closing(start(http2)) as served, grpc.insecure_channel(served.bound) as channel:
+        assert not served.server.busy
+        call = channel.unary_unary("/t.T/sleep").future(b"30", timeout=60)
+        assert served.methods.began.wait(20) and served.server.busy
+        call.cancel()
+        wait_until(lambda: not served.server.busy, 20, "the end of its call")
 
 
 def test_cancelling_a_call_ends_its_method(served, channel):

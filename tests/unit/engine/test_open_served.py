@@ -293,6 +293,26 @@ def test_rows_that_a_module_takes_as_a_list_are_computed_together_up_to_its_boun
     assert sorted(seen) == sorted(forwards)
 
 
+@pytest.mark.parametrize(("most", "forwards"), [(0, [4]), (80, [4]), (79, [3, 1]), (40, [2, 2]), (39, [1, 1, 1, 1])])
+def test_the_inputs_of_a_forward_stay_within_its_bound_together(served, most, forwards):
+    seen = []
+
+    class Sums(nn.Module):
+        def forward(self, x, x_lengths, y, y_lengths):
+            seen.append(len(x))
+            return x.sum(1) + y.sum(1)
+
+    open_row = TensorSpec("float32", (-1,), capacity=16)
+    spec = ServedModel(
+        Sums(), {"x": open_row, "y": open_row}, {"z": TensorSpec("float32")}, collate="pad", max_elements=most
+    )
+    model = served(spec, max_batch=8)
+    seen.clear()
+    rows = [np.ones(10, np.float32)] * 4
+    assert model.infer({"x": rows, "y": rows}).tolist() == [20] * 4
+    assert seen == forwards
+
+
 def test_tickets_of_long_rows_wait_for_a_later_batch(served):
     model = served(open_models.recorded([], max_elements=100))
     tickets = [model.submit(["x" * 40]) for _ in range(5)]

@@ -375,3 +375,14 @@ def test_a_burst_of_a_thousand_lines_is_whole(stream):
         log.info("model ready", model=f"policy/agent{i}", role="engine-0", warm_up=0.125)
     assert stream.getvalue().count("model ready") == 1000
     assert "left_out" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("one", "one"), ("zwölf", "zwölf"), ("zwölf é", '"zwölf é"'), ("", '""'), ('a"b', r'"a\"b"'), ("a=b", '"a=b"'),
+        ("é\n", r'"\u00e9\n"'), ("\x1b[2J", r'"\u001b[2J"'), (7, "7"),
+    ],
+)  # fmt: skip
+def test_a_value_is_one_word_of_a_line_and_what_a_terminal_would_obey_is_escaped(value, written):
+    assert logs._word(value) == written

@@ -15,6 +15,7 @@ from jurybox.server.frontend.lanes import MOMENT, SOON
 from jurybox.server.frontend.panels import total
 from jurybox.server.frontend.panels import voted as of_members
 from jurybox.server.frontend.requests import ReadRows, RowsReply, RowsRequest, Steps
+from jurybox.server.gateway.inference import models
 
 MEMBERS = {"sharp": {"weight": 0.25}, "kind": {"weight": 2.0}}
 
@@ -160,3 +161,24 @@ async def test_the_error_of_a_member_is_raised_when_the_others_have_answered():
     with pytest.raises(ModelFailed, match="it broke"):
         await of_members(members, asking(), PANEL)
     assert set(members.asked) == {"sharpness", "kindness"}
+
+
+@pytest.mark.parametrize(
+    "states", [("ready", "ready"), ("ready", "failed"), ("loading", "ready"), ("failed", "loading")]
+)
+def test_a_panel_is_as_ready_as_its_members_and_as_old_as_the_oldest(states):
+    def part(name, state, version):
+        spec = {name: {"dtype": "float32", "shape": []}}
+        told = {"state": state, "reason": f"{state}, so", "max_batch": 8, "rows": 64}
+        return {"name": name, **told, "inputs": spec, "weights": {"version": version}}
+
+    document = {
+        "models": [part("sharp", states[0], 7), part("kind", states[1], 3)],
+        "panels": {"both": {"a": {"model": "sharp", "weight": 1.0}, "b": {"model": "kind", "weight": 1.0}}},
+    }
+    found = models.find(document, "both")
+    bad = next((name for name, state in zip(("sharp", "kind"), states, strict=True) if state != "ready"), None)
+    expected = {"sharp": states[0], "kind": states[1]}.get(bad, "ready")
+    assert (found["name"], found["state"], found["weights"]) == ("both", expected, {"version": 3})
+    assert found["reason"] == (f"member {bad!r}: {expected}, so" if bad else "")
+    assert sorted(found["inputs"]) == ["kind", "sharp"]

@@ -234,6 +234,7 @@ async def test_a_door_with_a_token_lets_in_only_who_shows_it_once(shown, known):
         if known:
             async with coming as connection:
                 assert unpackb(await connection.recv()) == {"fps": 30}
+                assert "Server" not in connection.response.headers, "nobody is told what to attack"
             assert not made.counters.refused
         else:
             with pytest.raises(InvalidStatus) as refused:

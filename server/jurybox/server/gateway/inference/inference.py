@@ -93,7 +93,7 @@ class OpenInference:
         Return None if the request has special features and must be parsed each time. Raises Error if it is invalid.
         """
         spec = held.spec
-        if request.model in self.frontend.panels or spec.open or held.sessions is not None:
+        if spec.open or held.sessions is not None:
             return None
         if any(name != ROW_ERRORS for name in request.parameters):
             return None
