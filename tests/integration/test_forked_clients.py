@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -74,6 +75,18 @@ def check_answers(model, seed: int, times: int = 60) -> str:
             if not np.array_equal(rows.outputs["action"][1], 2 * x[0] + 1):
                 return "wrong by rows"
     return "right"
+
+
+def test_a_child_has_none_of_its_parents_rows_and_rings_mapped(forkable, client):
+    def mapped() -> list[str]:
+        with Path("/proc/self/maps").open() as lines:
+            names = [line.split(maxsplit=5)[-1] for line in lines if "jurybox-" in line]
+        return [name for name in names if "-arena-" in name or "-rings-" in name]
+
+    model = client.model("affine", rows=8)
+    model.infer(ROW[None])
+    before = mapped()
+    assert in_child(mapped) == "[]", before
 
 
 def test_parent_and_children_send_concurrently_and_get_their_own_answers(forkable, client):

@@ -156,6 +156,7 @@ def samples(server, wanted: int) -> list[dict]:
     found: list[dict] = []
     with httpx.stream("GET", f"{server.http}/events", timeout=10) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cross-origin-resource-policy"] == "same-origin"
         event = ""
         for line in answer.iter_lines():
             if line.startswith("event: "):

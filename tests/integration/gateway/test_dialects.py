@@ -425,6 +425,7 @@ def test_an_edit_is_scored_with_its_source_and_never_without(http):
         ("/flow_factory", {"condition_images": [[b64(source)]]}, "inputs = {INPUT = 'source'}"),
         ("/flow_factory", {"condition_videos": [[[b64(source)]]]}, "condition_videos"),
         ("/factory", {"condition_images": [[b64(source)] * 2]}, "one picture"),
+        ("/factory", {"condition_images": [{"picture": b64(source)}]}, "one picture"),
         ("/factory", {}, "source"),
     ):
         answer = http.post(f"{path}/compute", json={**body, **more})

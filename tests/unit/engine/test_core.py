@@ -16,6 +16,7 @@ from jurybox.server.engine.batches import ModelCounters
 from jurybox.server.engine.queues import PASSED_OVER
 from jurybox.server.inproc import InprocServer
 from jurybox.server.models import ServedModel
+from tests import open_models
 
 
 class Small(torch.nn.Module):
@@ -216,6 +217,14 @@ def test_the_counters_of_a_successor_go_on_but_for_its_sessions_and_the_newest_v
     assert shown["updates"] == 2 and shown["adopt_ns"].sum() == 2
 
 
+@pytest.mark.parametrize(("seconds", "bucket"), [(-1.0, 0), (0.0, 0), (1e-9, 1), (1.0, 30), (540.0, 39), (1e6, 39)])
+def test_the_time_of_an_update_is_counted_by_its_size_and_the_longest_together(seconds, bucket):
+    shown = np.zeros(1, COUNTERS)
+    ModelCounters(shown).adopted(1, seconds)
+    assert shown["adopt_ns"][0].nonzero()[0].tolist() == [bucket]
+    assert shown["adopt_total_ns"] == max(0, int(seconds * 1e9))
+
+
 @pytest.mark.parametrize("how", ["expired", "retired", "forgotten"])
 def test_rows_that_wait_no_longer_are_not_shown_as_waiting(x, how):
     with InprocServer({"a": affine()}, max_batch=4) as server:
@@ -258,6 +267,17 @@ def test_rows_that_wait_are_shown_again_after_another_process_has_overwritten_th
         server.engine.show_counters()
         assert record == shown and record["waiting"] == 8
         np.testing.assert_array_equal(tickets[-1].result().outputs, 2 * x[10:12] + 1)
+
+
+def test_the_number_of_sessions_is_shown_again_after_they_have_ended_unseen():
+    with InprocServer({"sum": open_models.running_sum()}) as server, server.model("sum", rows=2).sessions(2) as two:
+        two.infer(np.ones((2, 1), np.float32))
+        record, slot = server.engine.scoreboard.counters[0, 0], server.engine.slots[0]
+        assert record["sessions"] == 2
+        for lease in range(10):
+            slot.served.forget(lease)
+        server.engine.show_counters()
+        assert record["sessions"] == slot.served.sessions == 0
 
 
 def test_a_model_that_was_unloaded_answers_nobody(x):

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure, Sharpness, plausible
+from jurybox.server.jurors.criteria import CRITERIA, Colour, Criterion, Exposure, Sharpness, plausible, slices
 from jurybox.server.jurors.panels import example_images
 
 Images = npt.NDArray[np.uint8]
@@ -129,3 +129,10 @@ def test_half_marks_are_one_unit_outside_the_range() -> None:
     values = torch.tensor([-1.0, 0.0, 0.5, 1.0, 4.0])
     marks = plausible(values, 0.0, 1.0, below=1.0, above=3.0)
     torch.testing.assert_close(marks, torch.tensor([0.5, 1.0, 1.0, 1.0, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "parts"), [(1, 384, [1]), (9, 384, [4, 4, 1]), (3, 768, [1, 1, 1]), (2, 900, [1, 1])]
+)
+def test_a_batch_is_marked_a_few_megapixels_at_a_time(n: int, size: int, parts: list[int]) -> None:
+    assert [len(part) for part in slices(torch.zeros(n, size, size, 3, dtype=torch.uint8))] == parts

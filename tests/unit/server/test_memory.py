@@ -91,6 +91,17 @@ def test_only_a_kill_that_is_not_for_memory_comes_from_outside(tmp_path):
     )
 
 
+def test_counts_that_come_or_go_explain_no_death(tmp_path):
+    kernel = Kernel(tmp_path, 2)
+    kills = MemoryKills(kernel.proc, kernel.groups)
+    (kernel.proc / "vmstat").unlink()
+    assert kills.look() == "" and kills.known
+    kernel.killed(0, 7)  # none of them is known to be new
+    assert kills.look() == ""
+    kernel.killed(0, 8)
+    assert "dmesg" in kills.look()
+
+
 def test_the_examples_of_the_jury_take_little_more_memory_than_they_have():
     def rss(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

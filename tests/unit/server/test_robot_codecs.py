@@ -166,6 +166,13 @@ def test_arrays_may_have_a_batch_axis_and_behind_it_a_single_time(lead):
     assert found.values["text"] == [f"{i}".encode() for i in range(n)]
 
 
+def test_inputs_are_found_in_whatever_order_a_model_declares_them():
+    turned = ModelSpec(SPEC.name, dict(reversed(SPEC.inputs.items())), SPEC.outputs)
+    found, expected = rows_of(observation(2), turned).values, rows_of(observation(2), SPEC).values
+    assert found.keys() == expected.keys() and next(iter(turned.inputs)) == "text"
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

@@ -58,3 +58,13 @@ def test_a_publisher_is_not_closed_while_it_publishes():
     assert slow.closed.wait(10)
     taking.join(10)
     closing.join(10)
+
+
+async def test_a_stream_ends_if_a_message_is_not_received_in_time_and_not_because_one_was():
+    weights = RemoteWeights("ipc:///nowhere", stall=0.05)
+    with weights._stalling():
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.2)  # received: it may go on as long as it likes
+    with pytest.raises(asyncio.CancelledError):
+        with weights._stalling():
+            await asyncio.sleep(20)
