@@ -13,7 +13,7 @@ from jurybox import native
 from jurybox.protocol.errors import Code
 from jurybox.server.security.access import Access
 from jurybox.server.security.doors import Doors
-from jurybox.server.security.http import Doorkeeper, guarded
+from jurybox.server.security.http import BodyLimit, Doorkeeper, guarded
 
 TOKEN = "0123456789abcdef"
 MOST = 1 << 20
@@ -198,3 +198,18 @@ async def test_a_request_that_a_stop_ends_is_refused_unless_its_answer_has_begun
     else:
         await asked
         assert sent[0] == status
+
+
+@pytest.mark.parametrize("claimed", [b"\xb2", b"-1", b"1e3", b"x", b"", b" 7"])
+async def test_a_length_that_is_no_number_is_left_to_the_parser(claimed):
+    answered = []
+
+    async def app(scope, receive, send):
+        answered.append((await receive())["type"])
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": "/echo", "headers": [(b"content-length", claimed)]}
+    await BodyLimit(app, MOST, Access(max_message=MOST).budget(), {})(scope, receive, None)
+    assert answered == ["http.request"]

@@ -8,7 +8,7 @@ from tests.serving import wait_until
 
 from jurybox.protocol.control_pb2 import ControlReply, ControlRequest, SleepRequest, StatusRequest
 from jurybox.protocol.errors import Code, ModelFailed
-from jurybox.protocol.wire import PREFIX
+from jurybox.protocol.wire import MAX_CONTROL, PREFIX
 from jurybox.server.supervisor.control import ControlSocket
 
 
@@ -86,3 +86,21 @@ def test_all_input_is_answered(control_socket, frames):
 def test_what_is_no_control_request_is_answered_with_what_is_wrong(control_socket, frames, code, said):
     told = control_socket(None, frames)
     assert told.code == code and said in told.message
+
+
+def test_a_client_that_sends_more_than_a_control_request_may_have_is_cut_off(tmp_path):
+    context, address = zmq.Context(), f"ipc://{tmp_path}/control_socket"
+    control_socket = ControlSocket(context, address, {}, lambda event, **fields: None)
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.LINGER, 0)
+    gone = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        client.connect(address)
+        client.send_multipart((PREFIX, b"12345678", bytes(MAX_CONTROL + 1)))
+        assert gone.poll(20_000) and not control_socket.socket.poll(0)
+    finally:
+        client.disable_monitor()
+        gone.close()
+        client.close()
+        control_socket.close()
+        context.term()
