@@ -181,6 +181,7 @@ def test_sockets_of_the_dead_are_found_and_removed_and_those_of_the_living_are_n
         once.bind(str(dead))
         once.listen()
         assert host.dead_sockets(address) == [], "somebody listens"
+    Path(f"{dead}.toml").write_text("a user's file with a similar name")
     assert host.dead_sockets(address) == [dead]
     with (tmp_path / "engine.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -53,6 +53,8 @@ def test_an_indirect_requirement_counts_and_those_of_others_do_not() -> None:
     assert "fastapi 0.120 asks for starlette>=0.40, 0.30 is installed" in finding.found
     others = {"pandas": ("2.0", ["dateutil>=3"]), "dateutil": ("2.8", [])}
     assert check_conflicts(packages(**others)).level is Level.OK
+    mixed = {"pandas": ("2.0", ["dateutil>=3", "protobuf<7"]), "dateutil": ("2.8", [])}
+    assert check_conflicts(packages(**mixed)).found == "pandas 2.0 asks for protobuf<7, 7.35.1 is installed"
 
 
 def test_wishes_that_no_version_can_fulfil_get_another_remedy() -> None:

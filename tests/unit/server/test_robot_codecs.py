@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from jurybox.server.gateway.robots import json_arrays, lerobot_messages, msgpack
 from jurybox.server.gateway.robots.counters import PortCounters
 from jurybox.server.gateway.robots.gr00t_observations import Gr00tObservation, gr00t_observation
 from jurybox.server.gateway.robots.lerobot_features import RobotFeatures, bilinear
-from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot
+from jurybox.server.gateway.robots.lerobot_robots import LeRobotRobot, LeRobotRobots
 from jurybox.server.gateway.robots.observations import rows_of
 from jurybox.server.gateway.robots.policy import RobotPolicy
 from jurybox.server.security.doors import Doors
@@ -851,3 +852,17 @@ async def test_the_steps_that_were_answered_last_are_remembered():
         robot.answering(seen(step))
     assert not robot.keep(seen(1), Charge(budget, robot.account))
     assert robot.keep(seen(0), Charge(budget, robot.account)), "of 4097 the oldest is forgotten"
+
+
+async def test_robots_that_are_gone_leave_nothing_behind():
+    robots = LeRobotRobots(budget_of(1 << 20), ROBOTS)
+    farewells = {}
+    for number in range(5):
+        robot = robots.of(SimpleNamespace(peer=lambda number=number: f"robot {number}", farewells=farewells), new=True)
+        assert robots.of(SimpleNamespace(peer=lambda number=number: f"robot {number}")) is robot
+        farewells.pop("robot")()
+    await turns()
+    assert not robots._robots and not robots._ending
+    with pytest.raises(Error, match="expected Ready"):
+        robots.of(SimpleNamespace(peer=lambda: "robot 0"))
+    await robots.close()

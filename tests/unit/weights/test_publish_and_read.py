@@ -299,3 +299,15 @@ def test_names_that_fit_behind_no_wrapper_are_an_error_with_the_names_that_came(
     channel = make({"weight": np.zeros(2, np.float32)})
     with pytest.raises(SpecMismatch, match="'weight' is missing.*'module.other' came"):
         Publisher(channel).publish({"module.other": np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_forked_child_leaves_the_publishers_memory_on_the_device_to_its_parent(make, forked):
+    with make() as channel, Publisher(channel) as publisher:
+        closed = []
+        publisher._place.stage = SimpleNamespace(close=lambda: closed.append(1))
+        if forked:
+            publisher._after_fork_in_child()
+        publisher.close()
+        publisher.close()
+        assert closed == ([] if forked else [1])
