@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from jurybox.client import Busy, ModelFailed, Refused, RowFailed, SessionLost, SpecMismatch
+from jurybox.client import Busy, ModelFailed, Refused, RowFailed, ServerGone, SessionLost, SpecMismatch
 from jurybox.client.session_book import SessionBook
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.errors import Error, StaleLease, Timeout, VersionNotHeld
@@ -469,6 +469,30 @@ def test_a_lost_session_that_was_to_begin_again_when_its_relay_ended_is_still_lo
     with pytest.raises(SessionLost) as lost:
         book.require(book.all)
     assert lost.value.sessions == [0, 1]
+
+
+def test_sessions_that_an_engine_has_lost_are_named_by_their_own_numbers_and_the_others_are_as_before() -> None:
+    book = SessionBook("m", 6)
+    book.lose(np.array([0, 5]))
+    ids = np.array([5, 2, 4])
+    error = SessionLost("an engine ended", sessions=[1, 2])  # by their rows in the request
+    with pytest.raises(SessionLost, match="an engine ended") as lost, book.stepping(ids, np.array([0, 3, 7], np.uint32)):
+        raise error
+    assert lost.value.sessions == [2, 4] and book.advances == 1 and book.next.tolist() == [0] * 6
+    with pytest.raises(SessionLost) as lost:
+        book.require(book.all)
+    assert lost.value.sessions == [0, 2, 4, 5]
+
+
+def test_a_request_of_which_no_row_was_computed_leaves_sessions_as_they_were_and_any_other_loses_them() -> None:
+    for error, left in ((Busy("full"), [0]), (ServerGone("gone"), [0, 1, 2]), (KeyboardInterrupt(), [0, 1, 2])):
+        book = SessionBook("m", 4)
+        book.lose(np.array([0]))
+        with pytest.raises(type(error)), book.stepping(np.array([1, 2]), np.array([4, 0], np.uint32)):
+            raise error
+        with pytest.raises(SessionLost) as lost:
+            book.require(book.all)
+        assert lost.value.sessions == left and book.next.tolist() == [0] * 4
 
 
 def failing_as(monkeypatch: pytest.MonkeyPatch, sessions: Any, *errors: Error | None) -> None:
