@@ -475,8 +475,8 @@ def test_sessions_that_an_engine_has_lost_are_named_by_their_own_numbers_and_the
     book = SessionBook("m", 6)
     book.lose(np.array([0, 5]))
     ids = np.array([5, 2, 4])
-    error = SessionLost("an engine ended", sessions=[1, 2])  # by their rows in the request
-    with pytest.raises(SessionLost, match="an engine ended") as lost, book.stepping(ids, np.array([0, 3, 7], np.uint32)):
+    error, steps = SessionLost("an engine ended", sessions=[1, 2]), np.array([0, 3, 7], np.uint32)  # by rows
+    with pytest.raises(SessionLost, match="an engine ended") as lost, book.stepping(ids, steps):
         raise error
     assert lost.value.sessions == [2, 4] and book.advances == 1 and book.next.tolist() == [0] * 6
     with pytest.raises(SessionLost) as lost:
