@@ -269,6 +269,21 @@ def test_rows_that_wait_are_shown_again_after_another_process_has_overwritten_th
         np.testing.assert_array_equal(tickets[-1].result().outputs, 2 * x[10:12] + 1)
 
 
+def test_a_model_that_comes_while_another_rests_in_its_place_is_served_and_unloaded_and_the_other_is_gone(x):
+    with InprocServer({"a": affine()}) as server:
+        model, engine = server.model("a"), server.engine
+        closed, old = [], engine.slots[0]
+        old.release = lambda: closed.append(1)
+        engine.rest(0, "for a while")
+        engine.install(0, old.served)
+        np.testing.assert_array_equal(model.infer(x), 2 * x + 1)
+        assert closed == [1] and engine.resting(0) is None
+        engine.resume(0)
+        assert engine.slots[0] is not old
+        engine.remove(0)
+        assert 0 not in engine.slots and engine.resting(0) is None
+
+
 def test_the_number_of_sessions_with_state_is_shown():
     with InprocServer({"sum": open_models.running_sum()}) as server, server.model("sum", rows=2).sessions(2) as two:
         record = server.engine.scoreboard.counters[0, 0]

@@ -184,6 +184,8 @@ class Engine:
                     self._answer(waiting, Code.STALE_LEASE, 0, _REFUSALS[Code.STALE_LEASE])
                     slot.counters.waiting(slot.queue.rows)
             earlier.release()
+        if (resting := self._resting.pop(model, None)) is not None and resting[0] is not slot:
+            resting[0].release()
         self._hold(model, slot)
         self._unserved.pop(model, None)
         self._limits[model], self._arenas[model] = max_batch, arena
