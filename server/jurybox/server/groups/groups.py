@@ -135,6 +135,9 @@ def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     kept = {key: value for key, value in vars(module).items() if "_hook" not in key}
     for key in ("_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"):
         kept.pop(key, None)
+    for key in ("_forward_pre_hooks", "_forward_hooks"):  # the others change no output
+        how = [getattr(module, key + more, ()) for more in ("_with_kwargs", "_always_called")]
+        kept[key] = [(hook, *(number in each for each in how)) for number, hook in getattr(module, key).items()]
     return kept | {key: module._buffers[key] for key in sorted(module._non_persistent_buffers_set)}
 
 
