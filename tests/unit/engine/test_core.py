@@ -358,12 +358,13 @@ def test_the_scoreboard_names_the_model_that_is_computed_and_none_when_there_is_
         assert not server._turn() and server.engine.scoreboard.engines["computing"][0] == 0
 
 
-def test_batches_that_are_held_back_are_due_when_the_first_of_them_is(x):
+@pytest.mark.parametrize("waits", [(700, 400, 300), (400, 700, 300)])
+def test_batches_that_are_held_back_are_due_when_the_first_of_them_is(x, waits):
     now = 0
     with InprocServer({"a": affine(), "b": affine(), "c": affine()}) as server:
         engine = server.engine
         engine._clock = engine._batches._clock = lambda: now
-        for slot, wait in zip(engine.slots.values(), (700, 400, 300), strict=True):
+        for slot, wait in zip(engine.slots.values(), waits, strict=True):
             slot.queue.min_batch, slot.queue.max_wait_ns = 4, wait
         now = time.monotonic_ns()
         assert engine.ready_in() is None

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from tests.descriptors import open_files
 
 from jurybox.protocol.device_memory import HANDLE
 from jurybox.protocol.errors import Code, Refused
@@ -50,7 +51,8 @@ def test_a_flood_of_registrations_keeps_no_more_than_short_names_of_a_few_region
     assert len(str(refused.value)) < 10_000
 
 
-def test_memory_of_another_user_or_with_a_second_name_is_not_registered(monkeypatch):
+def test_memory_of_another_user_or_with_a_second_name_is_not_registered_and_not_kept_open(monkeypatch):
+    before = open_files()
     registry, key = Regions("test-"), f"test-{uuid.uuid4().hex}"
     file, second = Path("/dev/shm") / key, Path("/dev/shm") / f"{key}-second"
     file.write_bytes(b"x")
@@ -64,6 +66,7 @@ def test_memory_of_another_user_or_with_a_second_name_is_not_registered(monkeypa
         with pytest.raises(Refused, match="with this name only"):
             registry.register("r", key, 0, 1)
         second.unlink()
+        assert open_files() == before
         registry.register("r", key, 0, 1)
     finally:
         registry.close()
