@@ -346,6 +346,16 @@ def test_doctor_ends_with_1_and_says_why_where_the_settings_are_no_toml(run, tmp
     assert isinstance(result.exception, SystemExit)
 
 
+def test_a_server_that_is_interrupted_before_it_served_says_so(run, monkeypatch, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "_served", interrupted)
+    (settings := tmp_path / "server.toml").write_text(MODEL)
+    result = run("serve", str(settings))
+    assert (result.exit_code, result.stderr) == (130, "jurybox serve: interrupted before it served\n")
+
+
 def test_version_names_build_and_protocol(run):
     result = run("--version")
     assert result.exit_code == 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from jurybox.server.gateway.dialects import torch_pickles
 from jurybox.server.gateway.dialects.pickles import NotPlain, loads
 from jurybox.server.gateway.dialects.torch_pickles import TENSORS
 
@@ -95,3 +96,23 @@ def test_no_torch_is_imported():
         "assert loads(sys.stdin.buffer.read(), names=TENSORS).tolist() == [0, 1]; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(torch.arange(2)), check=True, timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_storage_whose_bytes_are_not_its_elements_is_refused():
+    (data,) = torch.arange(3.0).storage().__reduce__()[1]
+    assert torch_pickles._storage(data).elements.tolist() == [0, 1, 2]
+    at = len(data) - 12 - 8
+    for wrong in (
+        data[:-1],
+        data[:-4],
+        data + b"x",
+        data[:at],
+        data[: at + 7],
+        data[:at] + b"\xff" * 8 + data[at + 8 :],
+    ):
+        with pytest.raises(NotPlain, match="elements in"):
+            torch_pickles._storage(wrong)
+    for wrong in (b"", b"\x80\x02", bytearray(data)):
+        with pytest.raises(NotPlain):
+            torch_pickles._storage(wrong)
