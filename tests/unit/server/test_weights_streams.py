@@ -60,11 +60,13 @@ def test_a_publisher_is_not_closed_while_it_publishes():
     closing.join(10)
 
 
-async def test_a_stream_ends_if_a_message_is_not_received_in_time_and_not_because_one_was():
-    weights = RemoteWeights("ipc:///nowhere", stall=0.05)
-    with weights._stalling():
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.2)  # received: it may go on as long as it likes
+async def test_a_stream_ends_if_a_message_is_not_received_in_time_and_not_because_one_was(monkeypatch):
+    loop, timers = asyncio.get_running_loop(), []
+    later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda *given: timers.append(later(*given)) or timers[-1])
+    with RemoteWeights("ipc:///nowhere", stall=600.0)._stalling():
+        assert len(timers) == 1 and not timers[0].cancelled()
+    assert timers[0].cancelled(), "received: the stream may go on as long as it likes"
     with pytest.raises(asyncio.CancelledError):
-        with weights._stalling():
-            await asyncio.sleep(20)
+        with RemoteWeights("ipc:///nowhere", stall=0.01)._stalling():
+            await asyncio.sleep(60)
