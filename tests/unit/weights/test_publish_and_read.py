@@ -14,6 +14,7 @@ import pytest
 from jurybox.client.remote.weights import _host_array
 from jurybox.protocol.errors import Refused, SpecMismatch, Timeout
 from jurybox.protocol.weights import WeightsChannel
+from jurybox.protocol.weights.channel import all_finite
 from jurybox.protocol.weights.layout import DTYPES
 from jurybox.protocol.weights.publisher import DeviceStage, Publisher
 from jurybox.protocol.weights.reader import WeightsReader
@@ -311,3 +312,17 @@ def test_a_forked_child_leaves_the_publishers_memory_on_the_device_to_its_parent
         publisher.close()
         publisher.close()
         assert closed == ([] if forked else [1])
+
+
+@pytest.mark.parametrize(
+    ("value", "finite"),
+    [
+        (1.5, True), (np.nan, False), (np.float32(np.inf), False), (7, True), ("nan", True), (None, True),
+        (np.arange(3), True), (np.full(3, 0.5), True), (np.array([0.5, np.nan]), False),
+        (np.array([np.inf * 1j]), False), (np.array([1 + 2j]), True),
+        ([1.0, [2.0, -np.inf]], False), ((1.0, 2), True), ({"b": {"c": np.nan}}, False),
+    ],
+)  # fmt: skip
+def test_an_extra_is_finite_if_all_of_its_numbers_are_wherever_they_stand(value, finite):
+    assert all_finite({"first": 1.0, "a": value, "last": [0.0]}) is finite
+    assert all_finite(None) and all_finite({})
