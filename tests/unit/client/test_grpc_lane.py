@@ -277,7 +277,7 @@ def test_an_answer_to_a_call_that_was_made_again_or_that_nobody_awaits_is_droppe
         (answer,) = transport.receive(0)
         assert answer.message == "the second"
     transport.settled(answer)
-    assert not transport.receive(0) and not transport.holds(sent) and not transport._done
+    assert not transport._done and not transport.receive(0) and not transport.holds(sent)
     transport.send(sent)
     transport.close()
     calls.told[-1](Failure(grpc.StatusCode.UNAVAILABLE, "late"))
