@@ -67,7 +67,7 @@ async def test_who_watches_is_told_the_health_now_at_every_change_and_at_the_end
     monkeypatch.setattr(grpc_server, "_EVERY", 0.0)
     health = Health("a.A")
     watching = health.watch("a.A")
-    assert (await anext(watching)).status == SERVING
+    assert (await asyncio.wait_for(anext(watching), 20)).status == SERVING
     changed = asyncio.ensure_future(anext(watching))
     await turns()
     assert not changed.done(), "nothing has changed"
