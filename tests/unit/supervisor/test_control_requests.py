@@ -57,7 +57,8 @@ class Engines:
 @pytest.fixture
 def world():
     """A server's control requests, with a model m of the configuration that is ready."""
-    configuration = Configuration.model_validate({"models": {"m": SETTINGS}})
+    panels = {"taste": {"members": {"kind": {"weight": 1.0, "model": "m"}}}}
+    configuration = Configuration.model_validate({"models": {"m": SETTINGS}, "panels": panels})
     scoreboard = Scoreboard.create(segment_name("asktest", "scoreboard"), 2, 0.0)
     models = Models("asktest", scoreboard, Segment.create)
     leases, engines, dropped = Leases(scoreboard, lambda lane: False, time.monotonic), Engines(models), []
@@ -190,6 +191,14 @@ def test_an_engine_that_reads_no_orders_gets_no_more_loads(world, waiting, busy)
 def test_a_server_that_stops_loads_nothing(world):
     world.handlers.draining = True
     assert refused(world, "load", model="m").code == Code.DRAINING
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_no_model_takes_the_name_of_a_panel_under_which_doors_would_answer_otherwise(world, remote):
+    settings = json.dumps(SETTINGS)
+    said = str(refused(world, "load", model="taste", settings_json=settings, keep=60.0, remote=remote))
+    assert said == "'taste' is a panel of this server's: load the model by another name"
+    assert world.models.get("taste") is None
 
 
 @pytest.mark.parametrize(("keep", "good"), [(0.5, True), (3600.0, True), (3600.5, False), (-1.0, False)])

@@ -270,6 +270,8 @@ class ControlHandlers:
         """Load or reload a model. The client polls its state with model requests."""
         if self.draining:
             raise Refused("the server is stopping and loads no models", Code.DRAINING)
+        if request.model in self._panels:
+            raise Refused(f"{request.model!r} is a panel of this server's: load the model by another name")
         if request.settings_json:
             configured = self._settings.models.get(request.model)
             settings = model_settings_from_json(request.model, request.settings_json, configured)
