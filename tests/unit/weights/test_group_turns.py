@@ -477,3 +477,10 @@ def test_only_models_with_the_same_hooks_are_alike(one: str, other: str) -> None
         return
     with pytest.raises(CannotGroup, match=r"its 0\._forward_(pre_)?hooks is .* only weights may differ"):
         require_alike("b", "g", hooked(one), hooked(other))
+
+
+def test_an_attribute_is_compared_whatever_its_name() -> None:
+    one, other = hooked("nothing"), hooked("nothing")
+    one[0].gain_of_the_hook, other[0].gain_of_the_hook = 1.0, 2.0
+    with pytest.raises(CannotGroup, match=r"its 0\.gain_of_the_hook is 2\.0, the group's first model has 1\.0"):
+        require_alike("b", "g", one, other)

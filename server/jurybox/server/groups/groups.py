@@ -23,6 +23,7 @@ from jurybox.server.groups.group import Grouped, Member, Stack, stacked_forward
 from jurybox.server.groups.weights_updater import GroupWeightsUpdater
 
 _ROWS = 3
+_TORCHS = vars(torch.nn.Module()).keys() - {"training"}  # attributes that PyTorch keeps in each module: weights, hooks
 # Sums in another order differ by rounding; results that depend on other rows differ by much more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.1
@@ -132,9 +133,7 @@ def require_alike(name: str, group: str, first: torch.nn.Module, module: torch.n
 
 def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return what a module computes with besides its parameters, persistent buffers and modules."""
-    kept = {key: value for key, value in vars(module).items() if "_hook" not in key}
-    for key in ("_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"):
-        kept.pop(key, None)
+    kept = {key: value for key, value in vars(module).items() if key not in _TORCHS}
     for key in ("_forward_pre_hooks", "_forward_hooks"):  # the others change no output
         how = [getattr(module, key + more, ()) for more in ("_with_kwargs", "_always_called")]
         kept[key] = [(hook, *(number in each for each in how)) for number, hook in getattr(module, key).items()]
