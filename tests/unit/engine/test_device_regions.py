@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from tests.records import records
 
 from jurybox.protocol.device_memory import FakeDriver
 from jurybox.protocol.errors import Refused
-from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.device_regions import DeviceRegions, RowsNotBound
 
 
@@ -56,11 +57,7 @@ def order(handle, *, lease=5, first=0, rows=2, at=0, into=None, to=128):
     }  # fmt: skip
 
 
-def tickets(*rows):
-    made = np.zeros(len(rows), TICKET)
-    for ticket, (lease, first, n) in zip(made, rows, strict=True):
-        ticket["lease"], ticket["first"], ticket["rows"] = lease, first, n
-    return made
+tickets = partial(records, ("lease", "first", "rows"))
 
 
 def test_bound_rows_are_the_clients_memory(regions, client):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models import VECTOR
+from tests.records import records
 from tests.serving import wait_until
 
 from jurybox import native
@@ -17,7 +18,6 @@ from jurybox.protocol.scoreboard import COUNTERS
 from jurybox.protocol.segment import segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
 from jurybox.protocol.weights.publisher import Publisher
-from jurybox.protocol.wire import TICKET
 from jurybox.server.engine import weights_updater
 from jurybox.server.engine.batches import Batches, ModelCounters, Slot
 from jurybox.server.engine.device import (
@@ -66,12 +66,7 @@ def recovered(batches, slot):
         batches.recover(slot)
 
 
-def tickets(*firsts_and_rows):
-    records = np.zeros(len(firsts_and_rows), TICKET)
-    records["first"] = [first for first, _ in firsts_and_rows]
-    records["rows"] = [rows for _, rows in firsts_and_rows]
-    records["sequence"] = np.arange(1, len(records) + 1)
-    return records
+tickets = partial(records, ("first", "rows"))
 
 
 @pytest.fixture

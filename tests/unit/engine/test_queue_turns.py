@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+from tests.records import records
 
 from jurybox.protocol.scoreboard import NORMAL
-from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.queues import PASSED_OVER, Queue
 from jurybox.server.engine.recovery import Recovery
 
-
-def tickets(*lanes_and_rows, **more):
-    records = np.zeros(len(lanes_and_rows), TICKET)
-    records["lane"], records["rows"] = np.transpose(lanes_and_rows)
-    records["sequence"] = np.arange(len(records))
-    for name, values in more.items():
-        records[name] = values
-    return records
+tickets = partial(records, ("lane", "rows"), begin=0)
 
 
 def costly(limit, *costs):

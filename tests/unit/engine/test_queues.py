@@ -1,21 +1,16 @@
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records import records
 
 from jurybox import native
 from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.queues import PASSED_OVER, Queue, fair_choice
 
-
-def tickets(*lanes_and_rows, submitted=0, deadline=0):
-    records = np.zeros(len(lanes_and_rows), TICKET)
-    records["lane"] = [lane for lane, _ in lanes_and_rows]
-    records["rows"] = [rows for _, rows in lanes_and_rows]
-    records["sequence"] = np.arange(len(records))
-    records["submitted"] = submitted
-    records["deadline"] = deadline
-    return records
+tickets = partial(records, ("lane", "rows"), begin=0)
 
 
 def test_everything_that_waits_goes_into_one_batch_when_it_fits():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from functools import partial
+
 import pytest
+from tests.records import records
 
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.response_cache import ResponseCache
 from jurybox.server.engine.served import BatchOutcome
 from jurybox.server.settings.config import ModelSettings
@@ -43,12 +44,7 @@ def adds(columns):
     return Adds(columns)
 
 
-def tickets(*firsts_and_rows, version=0):
-    records = np.zeros(len(firsts_and_rows), TICKET)
-    records["first"] = [first for first, _ in firsts_and_rows]
-    records["rows"] = [rows for _, rows in firsts_and_rows]
-    records["version"] = version
-    return records
+tickets = partial(records, ("first", "rows"))
 
 
 def put(columns, *values):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+from tests.records import records
 
 from jurybox.protocol import ModelSpec, TensorSpec
 from jurybox.protocol.arena import Columns
-from jurybox.protocol.wire import TICKET
 from jurybox.server.engine.response_cache import ResponseCache
 
 ROWS = 8
@@ -43,12 +45,7 @@ def cached(limit=1 << 20, **inputs):
     return ResponseCache(echoes, columns, limit), echoes
 
 
-def tickets(*firsts_and_rows, version=0):
-    records = np.zeros(len(firsts_and_rows), TICKET)
-    records["first"] = [first for first, _ in firsts_and_rows]
-    records["rows"] = [rows for _, rows in firsts_and_rows]
-    records["version"] = version
-    return records
+tickets = partial(records, ("first", "rows"))
 
 
 def run(cache, *given, version=0):

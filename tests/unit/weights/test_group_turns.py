@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.records import records
 from tests.serving import wait_until
 
 torch = pytest.importorskip("torch")
@@ -22,7 +23,6 @@ from jurybox.protocol.scoreboard import MAX_MODELS  # noqa: E402
 from jurybox.protocol.spec import ModelSpec  # noqa: E402
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout  # noqa: E402
 from jurybox.protocol.weights.publisher import Publisher  # noqa: E402
-from jurybox.protocol.wire import TICKET  # noqa: E402
 from jurybox.server.engine.served import Served  # noqa: E402
 from jurybox.server.groups import group as group_module  # noqa: E402
 from jurybox.server.groups.group import Member, Stack  # noqa: E402
@@ -53,12 +53,7 @@ def slot_of(grouped: Grouped) -> Any:
     return grouped.server.engine.slots[0]
 
 
-def tickets(*models_and_rows: tuple[int, int]) -> np.ndarray:
-    found = np.zeros(len(models_and_rows), TICKET)
-    found["model"] = [model for model, _ in models_and_rows]
-    found["rows"] = [n for _, n in models_and_rows]
-    found["sequence"] = np.arange(1, len(found) + 1)
-    return found
+tickets = functools.partial(records, ("model", "rows"))
 
 
 # ---- what is counted and named
