@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models import VECTOR, affine
-from tests.unit.engine.test_arrivals import BATCH, DeviceWorld, World
+from tests.unit.engine.worlds import BATCH, DeviceWorld, World
 
 from jurybox.client import ModelFailed, ModelNotFound, Timeout
 from jurybox.protocol import TensorSpec
@@ -82,19 +82,6 @@ def source(server, model=0, rows=8, priority=2):
 @pytest.fixture
 def x():
     return np.arange(64, dtype=np.float32).reshape(16, 4)
-
-
-@pytest.fixture
-def world():
-    worlds = []
-
-    def make(think, kind=World, **cost):
-        worlds.append(kind(think, **cost))
-        return worlds[-1]
-
-    yield make
-    for one in worlds:
-        one.close()
 
 
 def test_a_slow_transport_is_passed_by_only_for_tickets_of_others_and_only_once():

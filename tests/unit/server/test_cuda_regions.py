@@ -98,6 +98,15 @@ def until(seconds=SOON):
     return time.monotonic() + seconds
 
 
+async def under_way(regions, bound, version=0):
+    """A request that engines compute until `bound.goes` is set."""
+    bound.goes.clear()
+    bound.asked.clear()
+    asked = asyncio.create_task(regions.infer(SPEC, inputs(), outputs(), until(), version))
+    await asyncio.to_thread(bound.asked.wait, SOON)
+    return asked
+
+
 async def test_rows_are_bound_where_the_tensors_lie_once_for_a_layout(regions, connection):
     assert await regions.infer(SPEC, inputs(), outputs(), until(), 0) == (2, 7)
     assert await regions.infer(SPEC, dict(reversed(inputs().items())), outputs(), until(), 3) == (2, 3)
@@ -140,10 +149,7 @@ async def test_a_request_has_the_time_that_is_left_not_all_of_it_again(regions, 
 async def test_requests_of_one_layout_take_turns(regions, connection):
     await regions.infer(SPEC, inputs(), outputs(), until(), 0)
     (bound,) = connection.bound
-    bound.goes.clear()
-    bound.asked.clear()
-    first = asyncio.create_task(regions.infer(SPEC, inputs(), outputs(), until(), 5))
-    await asyncio.to_thread(bound.asked.wait, SOON)
+    first = await under_way(regions, bound, 5)
     second = asyncio.create_task(regions.infer(SPEC, inputs(), outputs(), until(), 6))
     await asyncio.sleep(0.05)
     assert len(bound.calls) == 2
@@ -174,10 +180,7 @@ async def test_the_least_recently_used_layout_ends_when_there_are_too_many(regio
 async def test_a_region_is_gone_once_no_engine_has_it_open(regions, connection, name):
     await regions.infer(SPEC, inputs(), outputs(), until(), 0)
     (bound,) = connection.bound
-    bound.goes.clear()
-    bound.asked.clear()
-    asked = asyncio.create_task(regions.infer(SPEC, inputs(), outputs(), until(), 0))
-    await asyncio.to_thread(bound.asked.wait, SOON)
+    asked = await under_way(regions, bound)
     late = asyncio.create_task(regions.infer(SPEC, inputs(), outputs(), until(), 0))
     await asyncio.sleep(0)
     ended = asyncio.create_task(regions.unregister(name))
