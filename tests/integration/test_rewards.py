@@ -19,7 +19,7 @@ import pytest
 from tests.loops import turns
 from tests.serving import serving, wait_until
 
-from jurybox.client import ModelNotFound, RowFailed, ServerGone, SpecMismatch
+from jurybox.client import ModelNotFound, Refused, RowFailed, ServerGone, SpecMismatch, connect
 from jurybox.client.juror import Juror, Passing
 from jurybox.client.rewards import (
     areal_reward,
@@ -247,6 +247,12 @@ def test_verls_batches_are_scored_in_one_call(connection):
         compute_score(["a", "b"], ["abc", "bad"], ["x", "y"], [None, None])
     some = verl_batch_score("text_length", missing="nan", **connection)
     assert math.isnan(some(["a", "b"], ["abc", "bad"], ["x", "y"], [None, None])[1])
+
+
+def test_no_model_can_be_loaded_under_a_panels_name(server):
+    settings = {"factory": "tests.reward_models:text_length"}
+    with connect(server.address, timeout=60) as client, pytest.raises(Refused, match="'lengths' is a panel of this"):
+        client.load("lengths", settings)
 
 
 def test_easyr1_gets_an_overall_score_and_those_of_a_panels_members(connection, server):
