@@ -137,7 +137,8 @@ def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     for key in ("_forward_pre_hooks", "_forward_hooks"):  # the others change no output
         how = [getattr(module, key + more, ()) for more in ("_with_kwargs", "_always_called")]
         kept[key] = [(hook, *(number in each for each in how)) for number, hook in getattr(module, key).items()]
-    return kept | {key: module._buffers[key] for key in sorted(module._non_persistent_buffers_set)}
+    buffers, not_saved = (getattr(module, key) for key in ("_buffers", "_non_persistent_buffers_set"))
+    return kept | {key: buffers[key] for key in sorted(not_saved)}
 
 
 def _alike(one: Any, other: Any, alike: dict[tuple[int, int], tuple[Any, Any]]) -> bool:
