@@ -394,13 +394,12 @@ class Relay:
         try:
             if len(self._calls) >= _MOST_CALLS or self._calls_of[sender] >= _MOST_CALLS_EACH:
                 raise zmq.Again
+            self._again()  # sending consumes the socket's signal, perhaps that of an answer, also in vain
             self._back.send_multipart((PREFIX, ours, body), zmq.NOBLOCK)
-            self._again()  # sending consumes the socket's signal, perhaps that of an answer
         except zmq.Again:
             raise Error("too many calls wait for the server's answer: try again later", Code.BUSY) from None
         self._calls[ours] = (time.monotonic(), sender, number, answer)
         self._calls_of[sender] += 1
-        self._again()
 
     def _keep_no_longer(self, name: str) -> None:
         """Shorten the time for which a model is kept; no one waits for the answer."""
