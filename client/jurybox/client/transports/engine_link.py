@@ -95,7 +95,7 @@ class EngineLink:
         if can_dial(self._address):
             self.link = dial(self._address, identity, _MOST_REPLY)
         else:
-            self.link = ZmqSocket(self._context, self._address, None, identity)
+            self.link = ZmqSocket(self._context, self._address, None, identity, plain=True)
 
     def send(self, sequence: int, first: int, rows: int, submitted: int, deadline: int, version: int) -> None:
         """Send a ticket. If the connection is broken it is not sent, and `has` returns False."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30  # the largest frame accepted from a server
 BEAT_MS, SILENCE_MS = 2000, 10_000  # the heartbeat interval, and the silence that ends a connection
 _FILES = 10  # file descriptors of a socket and its monitor; libzmq aborts the process if it runs out of them
-_NOBLOCK, _RCVMORE = int(zmq.NOBLOCK), int(zmq.RCVMORE)
+_NOBLOCK, _NOBLOCK_MORE, _RCVMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.RCVMORE)
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -77,6 +77,7 @@ class ZmqSocket:
 
     Args:
         identity: see `new_socket`.
+        plain: every message that comes has one frame; else libzmq is asked after each frame.
 
     Attributes:
         socket: libzmq's.
@@ -89,11 +90,17 @@ class ZmqSocket:
     silence = 0.0
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None, identity: bytes = b""
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: Keys | None,
+        identity: bytes = b"",
+        *,
+        plain: bool = False,
     ) -> None:
         require(_FILES, f"a connection to {address}")
         self.broken = self.was_ready = self._torn = False
-        self._pid = os.getpid()
+        self._pid, self._plain = os.getpid(), plain
         self._calls = itertools.count(1)
         self._inside: dict[int, None] = {}  # the numbers of the calls that are within a call of pyzmq
         self._moving: int | None = None  # the one that is within a message, or was when it was interrupted
@@ -132,9 +139,7 @@ class ZmqSocket:
 
     def send(self, number: int, frames: Sequence[Any]) -> bool:
         """Send a message whose answer will have this number. False: it was not sent."""
-        # pyzmq tries whether an array is a buffer, and takes whatever a signal handler raises meanwhile for a no.
-        parts = [frame if isinstance(frame, bytes) else memoryview(frame) for frame in frames]
-        self.within(self._put, number, parts, moving=True)
+        self.within(self._put, number, frames, moving=True)
         return not self.broken and number in self._asked
 
     def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
@@ -149,14 +154,14 @@ class ZmqSocket:
                     return answer
             if self.broken or (left := until - time.monotonic()) <= 0:
                 return None
-            if self._wait(left):
+            if self.within(self._poll, _whole_ms(left)):
                 self.within(self._take_one, moving=True)
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
         self._take_in()
         if timeout > 0 and not self._arrived:
-            self._wait(timeout)
+            self.within(self._poll, _whole_ms(timeout))
             self._take_in()
         return list(self._arrived)
 
@@ -202,7 +207,7 @@ class ZmqSocket:
         number = next(self._calls)
         try:
             self._inside[number] = None  # before it looks whether it is broken: another thread may close it
-            if moving and self.torn:
+            if moving and (self._torn or self._moving is not None):  # `torn`, without a call
                 self.close()
             if self.broken:
                 return None
@@ -218,7 +223,8 @@ class ZmqSocket:
             return None
         finally:
             self._inside.pop(number, None)
-            self._close_if_left()
+            if self.broken:
+                self._close_if_left()
 
     def _close_if_left(self) -> None:
         """Close the socket if it is broken and no call is within it."""
@@ -231,13 +237,16 @@ class ZmqSocket:
             events.close()
             socket.close()
 
-    def _put(self, number: int, parts: Sequence[bytes | memoryview]) -> None:
+    def _put(self, number: int, frames: Sequence[Any]) -> None:
         """Send a message, unless the send buffer is full."""
         self._asked[number] = None
+        more = len(frames)
         try:
-            for part in parts[:-1]:
-                self._send(part, _NOBLOCK | zmq.SNDMORE)
-            self._send(parts[-1], _NOBLOCK)
+            for frame in frames:
+                more -= 1
+                # pyzmq tries whether an array is a buffer, and takes what a signal handler raises meanwhile for a no.
+                part = frame if isinstance(frame, bytes) else memoryview(frame)
+                self._send(part, _NOBLOCK_MORE if more else _NOBLOCK)
         except zmq.Again:
             self._asked.pop(number, None)
 
@@ -246,7 +255,7 @@ class ZmqSocket:
         try:
             # As bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise.
             frames = [self._receive(_NOBLOCK)]
-            while self._option(_RCVMORE):
+            while not self._plain and self._option(_RCVMORE):
                 frames.append(self._receive(_NOBLOCK))
         except zmq.Again:
             return False
@@ -258,13 +267,14 @@ class ZmqSocket:
         while self.within(self._take_one, moving=True):
             pass
 
-    def _wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a message, without receiving it; return whether there is one."""
-        return bool(self.within(self._poll, int(timeout * 1000 + 0.999)))
-
     def _event(self) -> int:
         """Return the next event of the connection that has come; 0: none."""
         return self.within(self._next_event, moving=True) or 0
 
     def _next_event(self) -> int:
         return int(recv_monitor_message(self._events)["event"]) if self._events.poll(0) else 0
+
+
+def _whole_ms(seconds: float) -> int:
+    """Return milliseconds, rounded up: whoever waits in short steps must let other threads run."""
+    return int(seconds * 1000 + 0.999)
