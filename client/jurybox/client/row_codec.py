@@ -24,10 +24,12 @@ class PlainRows:
 
     Attributes:
         only: the name of the only output, or of the first of several.
+        open: see `ModelSpec.open`.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.open = spec.open
         self.only = next(iter(spec.outputs))
 
     def checked(self, inputs: Any) -> tuple[Checked, int]:
@@ -81,7 +83,7 @@ class PlainRows:
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         specs = self.spec.inputs
-        if isinstance(inputs, np.ndarray) or not isinstance(inputs, Mapping):  # the second takes half a microsecond
+        if isinstance(inputs, np.ndarray) or not isinstance(inputs, (dict, Mapping)):  # the last is slow
             if len(specs) != 1:
                 raise SpecMismatch(
                     f"{self.spec.name!r} takes {words(self.spec)}: give a dict with an array for each; a call of one "
@@ -196,7 +198,7 @@ class OpenRows(PlainRows):
             outputs[name][at : at + n] = rows
 
     def _rows(self, name: str, spec: TensorSpec, values: Any) -> list[tuple[NDArray[Any], tuple[int, ...]]]:
-        if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, (Sequence, np.ndarray)):
+        if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, (list, np.ndarray, Sequence)):
             what = "bytes or str" if spec.dtype == BYTES else "arrays"
             raise SpecMismatch(
                 f"input {name!r} of {self.spec.name!r}: expected a list of {what}, one for each row, came "

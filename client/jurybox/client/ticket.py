@@ -319,7 +319,7 @@ def send_parts(
     at = first = run.first
     codec, columns = lane.codec, lane.columns
     for arrays, n in parts:
-        if codec.spec.open:
+        if codec.open:
             given, there = codec.checked(arrays)
             if there != n:
                 return None

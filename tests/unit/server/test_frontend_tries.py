@@ -33,13 +33,16 @@ class Tries:
     def __init__(self, *errors: Exception, spec: ModelSpec = SPEC, rows: int = 4, makeshift: bool = False) -> None:
         self.errors, self.spec, self.rows, self.makeshift = list(errors), spec, rows, makeshift
         self.version = 7
-        self.held: list[tuple[str, float, int]] = []
+        self.waited: list[tuple[str, float, int]] = []
         self.asked: list[tuple[Any, ...]] = []
         self.retired: list[Any] = []
         self.lane: Any = None
 
+    def held(self, name: str, priority: int) -> None:
+        """No lane is ready: each request waits for one."""
+
     async def hold_soon(self, name: str, until: float, priority: int) -> Any:
-        self.held.append((name, until, priority))
+        self.waited.append((name, until, priority))
         if self.lane is None or self.lane in self.retired or self.makeshift:
             free = list(range(self.rows))
             model = SimpleNamespace(max_batch=8)
@@ -103,9 +106,9 @@ async def test_an_answer_has_outputs_version_and_spec_and_is_recorded(clock: Clo
         [6], 7, SPEC, {}, (),
     )  # fmt: skip
     assert lanes.asked == [(1, 60.0, 0, "client")] and outcomes == [("m", True)]
-    assert lanes.held == [("m", 1000.0 + MOMENT, 1)]
+    assert lanes.waited == [("m", 1000.0 + MOMENT, 1)]
     await made.compute(request(until=1001.0, version=7))
-    assert lanes.held[1] == ("m", 1001.0 - SOON, 2), "it does not wait for rows beyond its own time"
+    assert lanes.waited[1] == ("m", 1001.0 - SOON, 2), "it does not wait for rows beyond its own time"
     assert lanes.asked[1] == (1, 1.0, 7, None)
 
 
@@ -118,9 +121,9 @@ async def test_a_request_is_tried_on_three_lanes_and_read_for_each(stale: int, t
     else:
         with pytest.raises(Refused, match="taken back"):
             await made.compute(request(reads=reads))
-    assert len(lanes.held) == len(lanes.asked) == len(reads) == tries
+    assert len(lanes.waited) == len(lanes.asked) == len(reads) == tries
     assert outcomes == [("m", stale < 3)] and not lanes.retired, "its coalescer gives it up"
-    assert len({until for _, until, _ in lanes.held}) == 1, "all of them together wait a moment"
+    assert len({until for _, until, _ in lanes.waited}) == 1, "all of them together wait a moment"
 
 
 @pytest.mark.parametrize("error", [GONE, ModelFailed("no"), Busy("full"), Timeout("late")])
@@ -188,7 +191,7 @@ async def test_a_sequence_whose_lane_is_gone_is_lost_unless_it_begins(error: Any
         with pytest.raises(SessionLost, match="has no state here"):
             await made.compute(stepping(2))
     assert len(lanes.retired) == 2 and len(lanes.asked) == 4, "a step is not computed without its state"
-    assert len(lanes.held) == 4, "no lane is waited for"
+    assert len(lanes.waited) == 4, "no lane is waited for"
 
 
 async def test_a_model_that_fails_keeps_its_lane() -> None:
@@ -203,12 +206,12 @@ async def test_a_new_sequence_waits_a_moment_for_a_larger_lane_and_no_longer(clo
     lanes = Tries(spec=KEEPING, rows=0, makeshift=True)
     made, outcomes = frontend(lanes)
     assert (await made.compute(stepping(0))).version == 7
-    assert soon == [SOON] and len(lanes.held) == 2 and outcomes == [("m", True)]
+    assert soon == [SOON] and len(lanes.waited) == 2 and outcomes == [("m", True)]
     full = Tries(spec=KEEPING, rows=0)
     made, outcomes = frontend(full)
     with pytest.raises(Busy, match="sequences of model"):
         await made.compute(stepping(0))
-    assert len(full.held) == 1 and outcomes == [("m", False)]
+    assert len(full.waited) == 1 and outcomes == [("m", False)]
     late = Tries(spec=KEEPING, rows=-9, makeshift=True)
     made, outcomes = frontend(late)
     hold = late.hold_soon
@@ -220,7 +223,7 @@ async def test_a_new_sequence_waits_a_moment_for_a_larger_lane_and_no_longer(clo
     late.hold_soon = slowly  # type: ignore[method-assign]
     with pytest.raises(Busy, match="sequences of model"):
         await made.compute(stepping(0))
-    assert len(late.held) == 3 and outcomes == [("m", False)]
+    assert len(late.waited) == 3 and outcomes == [("m", False)]
 
 
 async def test_a_patient_request_waits_for_rows_until_its_time_is_over(clock: Clock, soon: list[float]) -> None:

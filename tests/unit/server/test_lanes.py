@@ -89,3 +89,21 @@ async def test_a_lane_that_a_larger_one_replaces_is_let_go(monkeypatch):
         lanes._leased(key, done)
     assert (released, earlier.retired, later.retired, lanes._held[key]) == ([earlier], True, False, later)
     lanes.close()
+
+
+async def test_a_lane_is_held_for_its_priority_alone_unless_a_larger_one_is_wanted(monkeypatch):
+    lanes, made = ModelRows("ipc:///nowhere"), []
+
+    def leased(key, trying, earlier):
+        made.append(SimpleNamespace(key=key, makeshift=trying, has_sequence=False, largest_until=0.0))
+        return made[-1]
+
+    monkeypatch.setattr(lanes, "_lease", leased)
+    assert lanes.held("sum") is None
+    one = await lanes.hold("sum")
+    assert lanes.held("sum") is one and lanes.held("sum", 1) is None and lanes.held("product") is None
+    first = await lanes.hold("sum", priority=1)
+    assert lanes.held("sum", 1) is first is not one and lanes.held("sum", 2) is one
+    await lanes.hold("probed", trying=True)
+    assert lanes.held("probed") is None, "its few rows are for a probe: the next request leases more"
+    lanes.close()

@@ -122,6 +122,8 @@ class Frontend:
         self, model: str, until: float, priority: int, exchanged: float | None = None, *, patient: bool = False
     ) -> SharedLane:
         """Return the lane of a model; see `spec`."""
+        if (held := self.lanes.held(model, priority)) is not None:
+            return held
         if exchanged is None:
             exchanged = min(until - SOON, time.monotonic() + MOMENT)
         while True:

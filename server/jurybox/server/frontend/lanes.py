@@ -179,9 +179,9 @@ class ModelRows:
                     return held
             await asyncio.sleep(SOON)
 
-    def held(self, name: str) -> SharedLane | None:
-        """Return the lane of a model's normal requests if `hold` would return it without leasing, else None."""
-        held = self._held.get((name, NORMAL))
+    def held(self, name: str, priority: int = NORMAL) -> SharedLane | None:
+        """Return the lane of a model if `hold` would return it without leasing, else None."""
+        held = self._held.get((name, priority))
         return None if held is None or held.makeshift else held
 
     async def reserve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -155,7 +155,7 @@ class _ScoredRows(CallRows):
         self.model, self.output, self.partial = model, output or None, partial
         self.spec: ModelSpec | None = None
         self.client: ClientConnection | None = None
-        self.large = n > _MANY or sum(map(_size, columns.values())) > _MUCH
+        self.large = n > _MANY or _size(columns.values()) > _MUCH
 
     def made(self, spec: ModelSpec, inputs: Inputs) -> tuple[dict[str, Any], int]:
         """Convert the columns, and return the rows that fit for every input, and their number; see `CallRows.fit`."""
@@ -169,8 +169,10 @@ class _ScoredRows(CallRows):
         }, len(rows)
 
 
-def _size(values: Sequence[Any]) -> int:
-    """Return the bytes of the arrays and texts of a column."""
-    return sum(
-        getattr(value, "nbytes", 0) or (len(value) if isinstance(value, (str, bytes)) else 0) for value in values
-    )
+def _size(columns: Iterable[Sequence[Any]]) -> int:
+    """Return the bytes of the arrays and texts of some columns."""
+    size = 0
+    for values in columns:
+        for value in values:
+            size += len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 0)
+    return size

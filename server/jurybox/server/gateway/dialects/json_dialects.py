@@ -86,7 +86,7 @@ def parsed(body: bytes, check: Callable[[bytes], None] | None = None) -> Any:
     if check is not None:
         check(body)
     hold_text(body)
-    return json.loads(body, parse_float=_finite)
+    return _READ(body.decode(json.detect_encoding(body), "surrogatepass"))
 
 
 def _finite(text: str) -> float:
@@ -94,6 +94,9 @@ def _finite(text: str) -> float:
     if isinf(number):
         raise ValueError(f"the number {text[:40]} is too large for a float")
     return number
+
+
+_READ = json.JSONDecoder(parse_float=_finite).decode  # json.loads(..., parse_float=...) creates one in each call
 
 
 def refusal(why: str, _status: int = 0, key: str = "error") -> tuple[bytes, str]:
