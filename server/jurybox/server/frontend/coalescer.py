@@ -134,7 +134,6 @@ class RequestCoalescer:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         self._breaks.heard()
         request = WaitingRows(inputs, n, version, now, now + seconds, answer, sessions, client)
-        late = loop.call_later(seconds, self._expire, request)
         self._waiting.append(request)
         if self._returns.arrived(client, seconds, len(self._waiting)) and self._gathered is not None:
             pass  # the ticket that waits for more requests includes it
@@ -146,6 +145,7 @@ class RequestCoalescer:
             loop.call_soon(self._send)
         if self._in_flight:
             self._look()  # the thread that watches for answers would have to wait until the loop pauses
+        late = None if answer.done() else loop.call_later(seconds, self._expire, request)
         return Put(self, request, late)
 
     def drop(self, request: WaitingRows) -> None:

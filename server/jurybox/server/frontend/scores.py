@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -137,11 +138,10 @@ class RowScorer:
             return [Passing(said(error, 300))] * n
         versions.append(reply.version)
         assert call.output is not None
-        values = np.asarray(reply.outputs[call.output], np.float64).reshape(n)
-        good, failed = np.isfinite(values), reply.failed
+        values, failed = np.asarray(reply.outputs[call.output], np.float64).reshape(n).tolist(), reply.failed
         return [
-            failed[i] if i in failed else score if good[i] else f"the score is {score}"
-            for i, score in enumerate(values.tolist())
+            failed[i] if i in failed else score if isfinite(score) else f"the score is {score}"
+            for i, score in enumerate(values)
         ]
 
 

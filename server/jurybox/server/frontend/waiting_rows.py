@@ -48,14 +48,15 @@ class Put:
 
     __slots__ = ("_coalescer", "_late", "_request")
 
-    def __init__(self, coalescer: Coalescing, request: WaitingRows, late: asyncio.TimerHandle) -> None:
+    def __init__(self, coalescer: Coalescing, request: WaitingRows, late: asyncio.TimerHandle | None) -> None:
         self._coalescer = coalescer
         self._request = request
         self._late = late
 
     def over(self) -> None:
         """Note that the request is answered, or that nobody waits for its answer: free its timer, and its rows."""
-        self._late.cancel()
+        if self._late is not None:
+            self._late.cancel()
         if self._request.queued:
             self._coalescer.drop(self._request)
 
