@@ -28,8 +28,12 @@ def active(monkeypatch):
     monkeypatch.setattr(module, "_ACTIVE", 60.0)
 
 
+class Somebody:
+    """Who wants something."""
+
+
 def test_who_works_alone_does_not_rest(clock):
-    pace, one = WorkPace(), object()
+    pace, one = WorkPace(), Somebody()
     for _ in range(3):
         pace.heard(one)
         clock[0] += 0.01
@@ -37,7 +41,7 @@ def test_who_works_alone_does_not_rest(clock):
 
 
 def test_who_works_beside_others_rests_as_long_as_it_worked(clock):
-    pace, one, other = WorkPace(), object(), object()
+    pace, one, other = WorkPace(), Somebody(), Somebody()
     pace.heard(other)
     pace.heard(one)
     clock[0] += 0.03
@@ -53,11 +57,24 @@ def test_who_works_beside_others_rests_as_long_as_it_worked(clock):
     assert pace.rest(one, 0.03) == 0  # the other has gone
 
 
+def test_who_has_the_memory_of_one_that_is_gone_is_somebody_else(clock):
+    pace, earlier = WorkPace(), Somebody()
+    pace.heard(earlier)
+    where = id(earlier)
+    del earlier
+    later = Somebody()
+    if id(later) != where:
+        pytest.skip("the interpreter has put it elsewhere")
+    pace.heard(later)
+    clock[0] += 0.01
+    assert pace.rest(later, 0.01) > 0, "the earlier one was active just now"
+
+
 def test_a_rest_ends_soon_however_long_the_work_was(monkeypatch):
     async def work():
         times = []
         monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda seconds, *_: times.append(seconds))
-        pace, one = WorkPace(), object()
+        pace, one = WorkPace(), Somebody()
         breaks = Breaks(pace, lambda: None)
         pace.heard(one)
         breaks._rest(time.monotonic() - 61.0, time.monotonic() - 60.0)
@@ -72,7 +89,7 @@ def test_after_each_rest_the_work_goes_on_once(active):
         gone_on = asyncio.Event()
         pace, times = WorkPace(), []
         breaks = Breaks(pace, lambda: (times.append(time.monotonic()), gone_on.set()))
-        pace.heard(object())
+        pace.heard(Somebody())
         began = time.monotonic() - 0.02
         breaks.after(began, began)
         breaks.after(began, began)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class WorkPace:
 
     def __init__(self, debt: Debt | None = None) -> None:
         self.debt = debt or Debt()
-        self._who = 0  # the id of whoever was heard last
+        self._who: ref[Any] | None = None  # whoever was heard last
         self._heard = self._before = float("-inf")  # when, and when somebody else was; s of the monotonic clock
         self._heavy: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each did heavy work last; inf: it waits
 
@@ -80,9 +80,8 @@ class WorkPace:
             if now - last < _HEAVY:
                 return
             del self._heavy[who]
-        number = id(who)
-        if number != self._who:
-            self._who, self._before = number, self._heard
+        if self._who is None or self._who() is not who:
+            self._who, self._before = ref(who), self._heard
         self._heard = now
 
     def heavy(self, who: Any, *, waits: bool = False) -> None:
@@ -97,7 +96,7 @@ class WorkPace:
             since: when this rest began, s of the monotonic clock; None: now, after work of at most as long as is owed.
         """
         now = time.monotonic()
-        other = self._before if self._who == id(who) else self._heard
+        other = self._before if self._who is not None and self._who() is who else self._heard
         if since is None:
             if now - other >= owed + _ACTIVE:
                 return 0.0
