@@ -159,7 +159,7 @@ def takes_names(module: torch.nn.Module, names: Sequence[str]) -> bool:
         return True
     if more_named:
         # A wrapper that hides the names of several arguments: one that is called otherwise raises at warm-up.
-        return bool(matching) or not more or len(names) > 1
+        return not more or len(names) > 1
     # "observation/image" can be no parameter's name: by position, if that passes what matches to its parameter.
     in_place = all(parameters.index(name) == names.index(name) for name in matching)
     if matching and (all(name.isidentifier() for name in names) or not in_place):
