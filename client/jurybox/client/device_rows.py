@@ -112,7 +112,8 @@ class DeviceRows(Closing):
         inputs, at = _places(spec.inputs, rows, 0)
         outputs, size = _places(spec.outputs, rows, at)
         try:
-            self._pointer, self._event = driver.allocate(size), driver.event()
+            self._pointer = driver.allocate(size)
+            self._event = driver.event()
             handle, event = driver.export(self._pointer), driver.export_event(self._event)
             given, wanted = ({name: (handle, at) for name, at in offsets.items()} for offsets in (inputs, outputs))
             self._rows = BoundRows(model, rows, given, wanted, event, bind, timeout)
