@@ -97,7 +97,7 @@ class TensorSpec:
         if not self.variable:
             if self.capacity:
                 raise ValueError(f"capacity = {self.capacity} of shape {self.shape}: a fixed shape needs none")
-        elif self.capacity < least or self.capacity < 1:
+        elif self.capacity < least:
             what = "bytes of the longest row" if self.dtype == BYTES else "elements of the largest row"
             raise ValueError(
                 f"capacity = {self.capacity} of {self.dtype} {list(self.shape)}: expected the {what}, at least {least}"
@@ -209,7 +209,7 @@ class ModelSpec:
     def _check_parameters(self) -> None:
         for name, parameter in self.parameters.items():
             tensor = self.inputs.get(parameter.input)
-            if tensor is None or (tensor.shape and tensor.dtype != BYTES):
+            if tensor is None or tensor.shape:  # bytes have the shape ()
                 there = ", ".join(f"{key} {one}" for key, one in self.inputs.items())
                 raise ValueError(
                     f"parameter {name!r} is the input {parameter.input!r}: expected one of a single value or of bytes; "

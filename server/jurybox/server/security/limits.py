@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from sys import getsizeof
 from typing import Protocol
 
 from jurybox import native
@@ -132,23 +131,21 @@ OF_REQUEST: ContextVar[Charge | None] = ContextVar("OF_REQUEST", default=None)
 CALLER: ContextVar[Hashable] = ContextVar("CALLER", default=None)
 
 
-def hold_text(text: bytes, strings: Sequence[str] = ()) -> None:
+def hold_text(text: bytes) -> None:
     """Count what Python takes for JSON, as text and as its strings, until the request of this task is answered.
 
     One character that is not ASCII makes a string take four bytes for each.
 
     Args:
         text: what is to be parsed.
-        strings: that were made already; those of ASCII are no larger than the body, which is counted.
 
     Raises:
         Refused: there is no room (code BUSY), or it is more than a connection may hold (code TOO_LARGE).
     """
     charge = OF_REQUEST.get()
-    wide = sum(getsizeof(string) for string in strings if not string.isascii())
-    if charge is None or len(text) + wide < SMALL:
+    if charge is None or len(text) < SMALL:
         return
-    size = len(text) * (2 if text.isascii() and b"\\u" not in text else 8) + wide
+    size = len(text) * (2 if text.isascii() and b"\\u" not in text else 8)
     if charge.size + size > (most := charge.budget.each[RECEIVED]):
         raise Refused(
             f"the JSON takes {size} bytes as text, beside the {charge.size} of the body, and a request may take "

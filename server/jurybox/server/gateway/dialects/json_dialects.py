@@ -81,7 +81,7 @@ def parsed(body: bytes, check: Callable[[bytes], None] | None = None) -> Any:
                 check(rest)
             left = iter(texts)
             with suppress(ValueError, RecursionError):  # json.loads of the whole body raises the right error
-                hold_text(rest, texts)
+                hold_text(rest)  # those that were cut out are ASCII, no larger than the body, which is counted
                 return json.loads(rest, parse_float=_finite, parse_constant=lambda _: next(left))
     if check is not None:
         check(body)
