@@ -23,6 +23,16 @@ def test_batches_are_limited_by_their_cost_again_once_no_ticket_asks_for_a_versi
     assert queue.take()["lane"].tolist() == [4]
 
 
+def test_batches_of_one_weights_version_are_limited_by_their_cost_too_and_lanes_take_turns():
+    queue = Queue(100, costs=lambda waiting: np.full(len(waiting), 5), max_cost=10)
+    queue.push(tickets((0, 1), (0, 1), (0, 1), (1, 1), (2, 1), version=[7, 7, 7, 7, 8]))
+    queue.pinned = True
+    found = []
+    while len(queue):
+        found.append(queue.take()["lane"].tolist())
+    assert found == [[0, 1], [0, 0], [2]]
+
+
 def test_a_queue_whose_tickets_ask_for_versions_says_so_until_the_last_of_them_is_taken():
     queue = Queue(100)
     queue.push(tickets((0, 1), (1, 1), (2, 1), version=[7, 8, 0]))

@@ -94,22 +94,27 @@ class Queue:
         It is a new object for every batch: a group recognises its batch by it (groups/group.py).
         """
         waiting = self._tickets[: self._end]
-        if self.pinned:
-            return self._take_of_one_version(waiting)
         costs = None if self._costs is None else self._costs(waiting)
-        if self.rows <= self.max_batch and (costs is None or int(costs.sum()) <= self._max_cost):
+        if not self.pinned and self.rows <= self.max_batch and (costs is None or int(costs.sum()) <= self._max_cost):
             self._end = self.rows = 0
             if self.ranked:
                 self._pass_over(waiting)
             return waiting
-        turns = None if costs is None else self._turns[waiting["lane"]]
-        ranks = self._ranks(waiting) if self.ranked else None
-        chosen = fair_choice(waiting, self.max_batch, costs, self._max_cost, turns, ranks)
-        batch = waiting[chosen].copy()
+        among: slice | NDArray[np.intp] = self._of_one_version(waiting) if self.pinned else slice(None)
+        some, turns, ranks = waiting[among], None, None
+        if costs is not None:
+            costs, turns = costs[among], self._turns[some["lane"]]
+        if self.ranked:
+            ranks = self._ranks(some)
+        chosen = np.zeros(len(waiting), np.bool_)
+        chosen[among] = fair_choice(some, self.max_batch, costs, self._max_cost, turns, ranks)
+        batch: Tickets = waiting[chosen].copy()
         if costs is not None:
             self._turn += 1
             self._turns[batch["lane"]] = self._turn
         self._keep(~chosen)
+        if self.pinned:
+            self.pinned = bool(self.waiting["version"].any())
         if self.ranked:
             self._pass_over(batch)
         return batch
@@ -139,15 +144,14 @@ class Queue:
             self._passed[priority] = self._passed[priority] + 1 if priority in waiting - taken else 0
         self.ranked = bool(waiting - {NORMAL})
 
-    def _take_of_one_version(self, waiting: Tickets) -> Tickets:
-        """Do the same as `take` with the tickets that request the same weights version as the first one.
+    def _of_one_version(self, waiting: Tickets) -> NDArray[np.intp]:
+        """Return the indices of the tickets that request the same weights version as the first one.
 
         That is the oldest one, or of the lanes' oldest ones that of the highest priority. No ticket overtakes another
         one of its lane: otherwise a session's reset could be computed before the last step of its episode, and that
         step on the new episode's state.
         """
-        lanes, order = waiting["lane"], np.arange(len(waiting))
-        ranks, first = None, 0
+        lanes, order, first = waiting["lane"], np.arange(len(waiting)), 0
         if self.ranked:
             ranks = self._ranks(waiting)
             heads = np.sort(np.unique(lanes, return_index=True)[1])
@@ -155,16 +159,7 @@ class Queue:
         same = waiting["version"] == waiting["version"][first]
         other = np.full(MAX_LANES, len(waiting))  # by lane: the first that requests another version
         np.minimum.at(other, lanes[~same], order[~same])
-        same &= order < other[lanes]
-        chosen = np.zeros(len(waiting), np.bool_)
-        of_same = None if ranks is None else ranks[same]
-        chosen[np.flatnonzero(same)[fair_choice(waiting[same], self.max_batch, ranks=of_same)]] = True
-        batch: Tickets = waiting[chosen].copy()
-        self._keep(~chosen)
-        self.pinned = bool(self.waiting["version"].any())
-        if self.ranked:
-            self._pass_over(batch)
-        return batch
+        return np.flatnonzero(same & (order < other[lanes]))
 
     def drop(self, lane: int) -> Tickets:
         """Remove and return the tickets of a lane that was revoked."""
