@@ -224,7 +224,7 @@ def _tell(message: ModelMessage, contract: str) -> None:
         given = parsed.get("parameters", {})  # which an older server does not tell
         parameters = {name: Parameter(*one) for name, one in given.items()}
         tell_spec(message, ModelSpec(message.name, *specs, parameters=parameters))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Refused(f"the server's description of model {message.name!r} is malformed: {plain(error, 200)}") from None
 
 

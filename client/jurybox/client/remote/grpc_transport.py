@@ -246,7 +246,7 @@ class GrpcTransport(Transport):
                 return answer(Code.SESSION_LOST, f"sessions of model {self._spec.name!r} have lost their state")
             failed = self._told(response, _ROW_ERRORS, ticket)
             self._take(response, ticket.first, ticket.rows)
-        except (Error, ValueError, TypeError, AttributeError, DecodeError) as wrong:
+        except (Error, ValueError, TypeError, AttributeError, RecursionError, DecodeError) as wrong:
             return answer(Code.PROTOCOL_MISMATCH, f"the server's answer cannot be read: {plain(wrong, 500)}")
         version = response.model_version
         number = int(version) if version.isascii() and version.isdigit() and len(version) < 20 else 0
@@ -260,7 +260,7 @@ class GrpcTransport(Transport):
         """Mark the rows listed in a parameter as failed; return their number, or None if the parameter is absent.
 
         Raises:
-            ValueError, TypeError: the parameter is malformed.
+            ValueError, TypeError, AttributeError, RecursionError: the parameter is malformed.
         """
         if parameter not in response.parameters:
             return None

@@ -343,7 +343,7 @@ def model_settings_from_json(name: str, text: str, configured: ModelSettings | N
     """
     try:
         given: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"settings of model {name!r} are not JSON: {error}") from error
     if "*" in name or (isinstance(given, dict) and "count" in given):
         raise Refused(f"{name!r} with a star, or count, stands for several models: load them one by one")
