@@ -149,6 +149,27 @@ async def test_the_order_to_drain_is_answered_and_an_unknown_one_is_logged(playe
     assert await asyncio.wait_for(running, 60) == STOPPED
 
 
+async def test_a_relay_that_finds_no_server_leaves_no_socket_open(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Context(zmq.Context[Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    def none(*_: Any) -> None:
+        raise ServerGone("there is none")
+
+    monkeypatch.setattr(process.zmq, "Context", Context)
+    monkeypatch.setattr(process, "LocalLink", none)
+    with pytest.raises(ServerGone, match="there is none"):
+        await asyncio.wait_for(played.serving(), 60)
+    (context,) = made
+    assert context.closed and not played.given
+
+
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_relay_whose_server_is_gone_stops(played: Played, closes: bool) -> None:
     running = played.serving()

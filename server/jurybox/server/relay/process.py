@@ -38,42 +38,40 @@ STOPPED, FAILED, COULD_NOT_START = 0, 1, 3
 async def serve(control_pipe: ControlPipe, orders: dict[str, Any], log: Log) -> int:
     """Serve until the control pipe orders a stop or is closed, or the server is gone; return the exit status."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        front = _front(context, orders)
-    except (zmq.ZMQError, OSError, ValueError) as error:
-        control_pipe.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
-        return COULD_NOT_START
-    link = await asyncio.to_thread(LocalLink, orders["address"], "shm", _CONNECT)
-    back = context.socket(zmq.DEALER)
-    back.setsockopt(zmq.LINGER, 0)
-    back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
-    back.connect(orders["address"])
-    relay = Relay(front, back, link, log.warning, orders["sessions_share"])
-    most = _limit_memory(most_held(orders["max_message"]) + _OWN) if isinstance(front, ZmqListener) else None
+    # Lanes are not released: the supervisor, which waits for this process, answers nobody. Their locks end with it.
+    with contextlib.ExitStack() as ends:
+        ends.callback(context.destroy, linger=0)
+        try:
+            front = _front(context, orders)
+        except (zmq.ZMQError, OSError, ValueError) as error:
+            control_pipe.send("failed", reason=f"cannot listen on tcp://{orders['tcp']}: {error}; see server.tcp")
+            return COULD_NOT_START
+        ends.callback(front.close)
+        link = await asyncio.to_thread(LocalLink, orders["address"], "shm", _CONNECT)
+        back = context.socket(zmq.DEALER)
+        ends.callback(back.close)
+        back.setsockopt(zmq.LINGER, 0)
+        back.setsockopt(zmq.MAXMSGSIZE, _MOST_REPLY)
+        back.connect(orders["address"])
+        relay = Relay(front, back, link, log.warning, orders["sessions_share"])
+        ends.callback(relay.end)
+        most = _limit_memory(most_held(orders["max_message"]) + _OWN) if isinstance(front, ZmqListener) else None
 
-    def obey(kind: str) -> None:
-        if kind == "drain":
-            relay.drain(lambda: control_pipe.send("drained"))
-        else:
-            log.warning("unknown order", order=kind)
+        def obey(kind: str) -> None:
+            if kind == "drain":
+                relay.drain(lambda: control_pipe.send("drained"))
+            else:
+                log.warning("unknown order", order=kind)
 
-    stop = stop_event(control_pipe, obey)
-    control_pipe.send("ready", tcp=front.bound)
-    log.debug("listening", tcp=front.bound)
-    try:
-        async with signs_of_life(control_pipe, lambda: {"relay": front.held()}):
-            if not await _until(stop, relay, front, most):
-                log.warning("no memory left, it is restarted", limit_mib=(most or 0) >> 20)
-                return FAILED
-    except ServerGone:
+        stop = stop_event(control_pipe, obey)
+        control_pipe.send("ready", tcp=front.bound)
+        log.debug("listening", tcp=front.bound)
+        with contextlib.suppress(ServerGone):
+            async with signs_of_life(control_pipe, lambda: {"relay": front.held()}):
+                if not await _until(stop, relay, front, most):
+                    log.warning("no memory left, it is restarted", limit_mib=(most or 0) >> 20)
+                    return FAILED
         return STOPPED
-    finally:
-        # Lanes are not released: the supervisor, which waits for this process, answers nobody. Their locks end with it.
-        relay.end()
-        back.close()
-        front.close()
-        context.destroy(linger=0)
-    return STOPPED
 
 
 def _front(context: zmq.Context[zmq.Socket[bytes]], orders: dict[str, Any]) -> ZmqListener | ZmtpListener:

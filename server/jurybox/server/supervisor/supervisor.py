@@ -110,6 +110,7 @@ class Supervisor:
             self._services = services(settings, self._control.listening)
             self._standbys = {child.standby for child in self._children() if child.standby is not None}
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)  # collected with an open socket, it would wait for ever
             try:
                 self._control_socket = ControlSocket(
                     self._context, server.address, self._control.handlers, self._limited
