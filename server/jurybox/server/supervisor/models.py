@@ -334,11 +334,9 @@ class Models:
         held.begin_load(engine, self._loads)
         return self._loads
 
-    def remove(self, name: str) -> HeldModel:
+    def remove(self, name: str) -> None:
         """Remove a model; the caller closes its arena."""
-        held = self.named(name)
-        del self._by_name[name]
-        return held
+        del self._by_name[self.named(name).name]
 
     def forget_failed(self, name: str) -> bool:
         """Forget the error of a model that could not be loaded; return False if there is none."""
