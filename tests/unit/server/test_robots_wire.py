@@ -160,6 +160,34 @@ async def test_a_door_that_has_stopped_has_no_connections_left(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("speaks", ["openpi", "gr00t", "act", "lerobot"])
+async def test_a_door_may_be_stopped_again(speaks):
+    async with opened(speaks, fps=10.0, grpc_http2="auto") as made:  # which stops it at its end
+        await made.stop()
+
+
+@pytest.mark.parametrize("sent", [b"", HELLO[:20]])
+async def test_who_has_not_said_hello_holds_no_stop_up(monkeypatch, caplog, sent):
+    serve, met, made_of = openpi.serve, asyncio.Event(), openpi.RobotConnection.connection_made
+
+    def meet(connection, transport):
+        made_of(connection, transport)
+        met.set()
+
+    monkeypatch.setattr(openpi.RobotConnection, "connection_made", meet)
+    monkeypatch.setattr(openpi, "serve", lambda *given, **more: serve(*given, **more | {"open_timeout": 600}))
+    async with opened() as made:
+        reader, writer = await asyncio.open_connection(*made.bound.rsplit(":", 1))
+        writer.write(sent)
+        await asyncio.wait_for(met.wait(), 30)
+        await made.stop()
+        assert made.connections() == []
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+    assert not caplog.records
+
+
 async def test_connections_that_do_not_end_in_time_are_logged_and_hold_nothing_up(monkeypatch, caplog):
     async with opened() as made, connect(f"ws://{made.bound}", proxy=None) as robot:
         await robot.recv()

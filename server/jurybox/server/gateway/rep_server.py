@@ -117,7 +117,7 @@ class RepServer(Generic[T]):
         """Close all connections."""
         if self._ticking is not None:
             self._ticking.cancel()
-            self._behind = False
+            self._ticking, self._behind = None, False
             asyncio.get_running_loop().remove_reader(self._front.fileno())
         for client in list(self._peers):
             self._gone(client)

@@ -165,7 +165,7 @@ class RobotConnection(ServerConnection):
         Args:
             now: a time of the monotonic clock in s.
         """
-        if now - self._heard >= _HELLO and self._silent and sum(not one.placed for one in self.open) > _MOST_WAITING:
+        if now - self._heard >= _HELLO and self.silent and sum(not one.placed for one in self.open) > _MOST_WAITING:
             self.open.discard(self)
             self.abort()
             return
@@ -179,7 +179,7 @@ class RobotConnection(ServerConnection):
         self.transport.abort()
 
     @property
-    def _silent(self) -> bool:
+    def silent(self) -> bool:
         """Whether it has not said hello."""
         return not self.placed and self.request is None
 
@@ -274,5 +274,5 @@ class RobotConnection(ServerConnection):
     def _make_room(self) -> None:
         """End the connection that has waited for a place for longest, first of those that have not said hello."""
         waiting = [one for one in self.open if not one.placed and one is not self]
-        silent = [one for one in waiting if one._silent]
+        silent = [one for one in waiting if one.silent]
         min(silent or waiting, key=lambda one: one._heard).abort()

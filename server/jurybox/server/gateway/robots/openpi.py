@@ -97,6 +97,9 @@ class RobotServer(RobotDoor):
         """Close all connections and release the lane."""
         if self._server is not None:
             self._server.close()
+            for connection in list(self._open):
+                if connection.silent:  # it would be waited for, as somebody who is about to say hello
+                    connection.abort()
             try:
                 async with asyncio.timeout(GRACE + 1):
                     await self._server.wait_closed()
