@@ -104,6 +104,7 @@ async def test_a_lane_is_held_for_its_priority_alone_unless_a_larger_one_is_want
     assert lanes.held("sum") is one and lanes.held("sum", 1) is None and lanes.held("product") is None
     first = await lanes.hold("sum", priority=1)
     assert lanes.held("sum", 1) is first is not one and lanes.held("sum", 2) is one
+    assert await lanes.hold("sum") is one and len(made) == 2, "a lane is leased once"
     await lanes.hold("probed", trying=True)
     assert lanes.held("probed") is None, "its few rows are for a probe: the next request leases more"
     lanes.close()
