@@ -382,6 +382,7 @@ async def test_a_reset_ends_only_its_own_call():
 async def test_the_server_speaks_first_and_answers_all_that_came_at_once_with_one_write(monkeypatch):
     port, writes = Port(), []
     monkeypatch.setattr(Wire, "write", lambda wire, data: writes.append(data))
+    monkeypatch.setattr("jurybox.server.gateway.grpc_connection.time.monotonic", lambda: 100.0)
     port.calls.direct[b"/t.T/keep"] = lambda content, call: call.reply(content) or True
     connection, wire = port.connected(b"")
     assert [data[3] for data in writes] == [SETTINGS]
