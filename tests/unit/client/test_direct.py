@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import mmap
 import os
 import resource
@@ -584,6 +585,19 @@ def test_a_socket_whose_connection_could_not_be_made_is_closed_once(monkeypatch)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
     theirs.close()
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EMFILE, TooManyFiles), (errno.ECONNREFUSED, None)])
+def test_only_a_process_without_files_is_told_so_others_may_try_again(monkeypatch, number, error):
+    def fails(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("jurybox.client.transports.direct._local", fails)
+    if error is None:
+        assert dial("ipc:///somewhere", b"", 1 << 20) is None
+    else:
+        with pytest.raises(error, match="no socket to ipc:///somewhere"):
+            dial("ipc:///somewhere", b"", 1 << 20)
 
 
 def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothing(router, engine):

@@ -14,6 +14,7 @@ import torch
 from jurybox.processes.surroundings import kept
 from jurybox.protocol import TensorSpec
 from jurybox.protocol.arena import Arena, ArenaLayout
+from jurybox.protocol.errors import ModelFailed
 from jurybox.protocol.scoreboard import Scoreboard
 from jurybox.protocol.segment import Segment, segment_name
 from jurybox.protocol.weights import WeightsChannel, WeightsLayout
@@ -461,6 +462,14 @@ def test_an_error_at_a_made_up_text_says_that_the_factory_may_return_an_example(
     loads.place()
     assert ("it computed a made-up row, in which x is '0000'" in loads.reason()) == (inputs is TEXT and not example)
     assert "KeyError" in loads.reason()
+
+
+def test_an_error_with_words_of_its_own_at_a_made_up_text_stays_as_it_is(loads: Loads) -> None:
+    refusing = Calls(raising(ModelFailed("texts are of four words")))
+    loads.begin(lambda: ServedModel(refusing, TEXT, {"y": TensorSpec("float32")}))
+    loads.idle()
+    loads.place()
+    assert "texts are of four words" in loads.reason() and "made-up" not in loads.reason()
 
 
 # ---- what is in service

@@ -322,6 +322,19 @@ async def test_readers_share_one_connection_until_the_last_one_leaves(host):
     await again.end()
 
 
+async def test_a_reader_that_has_left_makes_room_for_one_other(host):
+    service = RemoteWeights("ipc:///here", most_streams=1)
+    for _ in range(2):
+        one = Stream(service.read)
+        assert (await one.ask(pb.ReadRequest(model="m", look=True))).head.newest == 0
+        await one.answers.aclose()
+    one, other = Stream(service.read), Stream(service.read)
+    await one.ask(pb.ReadRequest(model="m", look=True))
+    with pytest.raises(Exception, match="1 readers of weights are connected over gRPC, which is the maximum"):
+        await other.ask(pb.ReadRequest(model="m", look=True))
+    await one.answers.aclose()
+
+
 async def test_a_reader_before_the_first_publication_is_told_and_may_ask_again(host):
     stream = Stream(RemoteWeights("ipc:///here").read)
     assert (await stream.ask(pb.ReadRequest(model="m", look=True))).head.newest == 0
