@@ -11,6 +11,7 @@ from jurybox import native
 from jurybox.server.gateway.inference.http_forms import connection_of
 from jurybox.server.gateway.inference.http_inference import Tensors
 from jurybox.server.gateway.known_paths import HttpReply, to_json
+from jurybox.server.security.http import ACCEPTED
 from jurybox.server.security.limits import ANSWERS, HTTP
 from jurybox.server.security.pace import Turns
 
@@ -92,6 +93,27 @@ async def test_an_answer_for_which_there_is_no_room_is_refused_in_the_form_of_it
     fields = head.lower().split(b"\r\n")
     assert b" 507 " in fields[0] and {b"content-type: text/x-form", b"x-why: room", b"connection: close"} <= {*fields}
     assert b"ask again later" in body and beneath.closed
+
+
+async def test_what_its_answer_leaves_to_the_layers_is_accepted_there_and_what_comes_anew_is_not():
+    """Doors that have closed meanwhile refuse only what has not been accepted before."""
+
+    async def leave(_body):
+        return None
+
+    port, connection, beneath = await learnt(leave)
+    accepted, application = [], port.app
+
+    async def noting(scope, receive, send):
+        accepted.append((scope["path"], scope.get(ACCEPTED)))
+        await application(scope, receive, send)
+
+    connection.app = noting
+    connection.data_received(request(b"/x", b"1"))
+    await turns()
+    connection.data_received(request(b"/y", b"2"))
+    await turns()
+    assert accepted == [("/x", True), ("/y", None)] and beneath.sent.count(b" 200 OK") == 2
 
 
 async def test_what_waits_for_its_turn_is_not_asked_once_its_connection_is_closing():
