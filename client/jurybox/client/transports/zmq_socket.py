@@ -144,18 +144,34 @@ class ZmqSocket:
 
     def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
         """Send a message and return its answer, or an error without a number, and settle it; None: none came."""
-        until = time.monotonic() + timeout
-        if not self.send(number, frames):
-            return None
-        while True:
-            for answered, answer in self._arrived[:]:
-                if answered in (number, 0):
-                    self.settled(answered)
-                    return answer
-            if self.broken or (left := until - time.monotonic()) <= 0:
+        until, call = time.monotonic() + timeout, next(self._calls)
+        try:  # as `within`, whose steps are most of what a call takes here: they are taken once for all of it
+            self._inside[call] = None
+            if not self._begins(call):
                 return None
-            if self.within(self._poll, _whole_ms(left)):
-                self.within(self._take_one, moving=True)
+            self._put(number, frames)
+            if self._moving == call:
+                self._moving = None
+            while number in self._asked:
+                for answered, answer in self._arrived[:]:
+                    if answered in (number, 0):
+                        self.settled(answered)
+                        return answer
+                if self.broken or (left := until - time.monotonic()) <= 0:
+                    break
+                if self._poll(_whole_ms(left)) and self._begins(call):
+                    self._take_one()
+                    if self._moving == call:
+                        self._moving = None
+            return None
+        except zmq.ZMQError:
+            if not self.broken:  # else the context has ended
+                raise
+            return None
+        finally:
+            self._inside.pop(call, None)
+            if self.broken:
+                self._close_if_left()
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
@@ -204,17 +220,13 @@ class ZmqSocket:
         Args:
             moving: it receives or sends a message, so there may be no other one.
         """
-        number = next(self._calls)
+        call = next(self._calls)
         try:
-            self._inside[number] = None  # before it looks whether it is broken: another thread may close it
-            if moving and (self._torn or self._moving is not None):  # `torn`, without a call
-                self.close()
-            if self.broken:
+            self._inside[call] = None  # before it looks whether it is broken: another thread may close it
+            if not (self._begins(call) if moving else not self.broken):
                 return None
-            if moving:
-                self._moving = number
             result = action(*given)
-            if self._moving == number:
+            if self._moving == call:
                 self._moving = None
             return result
         except zmq.ZMQError:
@@ -222,9 +234,18 @@ class ZmqSocket:
                 raise
             return None
         finally:
-            self._inside.pop(number, None)
+            self._inside.pop(call, None)
             if self.broken:
                 self._close_if_left()
+
+    def _begins(self, call: int) -> bool:
+        """Note that a call, which is within the socket, begins with a message; return False if the socket is broken."""
+        if self._torn or self._moving is not None:  # `torn`, without a call
+            self.close()
+        if self.broken:
+            return False
+        self._moving = call
+        return True
 
     def _close_if_left(self) -> None:
         """Close the socket if it is broken and no call is within it."""
