@@ -11,7 +11,7 @@ import zmq
 from jurybox.client.in_flight import Answer, InFlight
 from jurybox.client.transports.engine_link import EngineCaller, EngineLink
 from jurybox.client.transports.transport import RowPlace, Transport, Watching
-from jurybox.client.transports.zmq_socket import ZmqSocket
+from jurybox.client.transports.zmq_socket import ZmqSocket, whole_ms
 
 if TYPE_CHECKING:
     import asyncio
@@ -55,7 +55,7 @@ class ZmqTransport(Transport):
         answers = [answer for engine in engines for answer in engine.answers(0)]
         if not answers and timeout > 0:
             polled: list[Any] = []
-            poll: Callable[[], Any] = partial(zmq.zmq_poll, polled, int(timeout * 1000 + 0.999))
+            poll: Callable[[], Any] = partial(zmq.zmq_poll, polled, whole_ms(timeout))
             for link in [engine.link for engine in engines]:
                 if isinstance(link, ZmqSocket):
                     if not link.broken:

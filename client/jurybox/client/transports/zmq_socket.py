@@ -144,40 +144,13 @@ class ZmqSocket:
 
     def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
         """Send a message and return its answer, or an error without a number, and settle it; None: none came."""
-        until, call = time.monotonic() + timeout, next(self._calls)
-        try:  # as `within`, whose steps are most of what a call takes here: they are taken once for all of it
-            self._inside[call] = None
-            if not self._begins(call):
-                return None
-            self._put(number, frames)
-            if self._moving == call:
-                self._moving = None
-            while number in self._asked:
-                for answered, answer in self._arrived[:]:
-                    if answered in (number, 0):
-                        self.settled(answered)
-                        return answer
-                if self.broken or (left := until - time.monotonic()) <= 0:
-                    break
-                if self._poll(_whole_ms(left)) and self._begins(call):
-                    self._take_one()
-                    if self._moving == call:
-                        self._moving = None
-            return None
-        except zmq.ZMQError:
-            if not self.broken:  # else the context has ended
-                raise
-            return None
-        finally:
-            self._inside.pop(call, None)
-            if self.broken:
-                self._close_if_left()
+        return self.within(self._exchanged, number, frames, time.monotonic() + timeout)  # type: ignore[no-any-return]
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
         self._take_in()
         if timeout > 0 and not self._arrived:
-            self.within(self._poll, _whole_ms(timeout))
+            self.within(self._poll, whole_ms(timeout))
             self._take_in()
         return list(self._arrived)
 
@@ -247,6 +220,27 @@ class ZmqSocket:
         self._moving = call
         return True
 
+    def _exchanged(self, number: int, frames: Sequence[Any], until: float) -> list[Any] | None:
+        """Do what `exchange` does, until a time of the monotonic clock in s. Steps in Python are most of its price."""
+        call = next(self._calls)
+        if not self._begins(call):
+            return None
+        self._put(number, frames)
+        if self._moving == call:
+            self._moving = None
+        while number in self._asked:
+            for answered, answer in self._arrived[:]:
+                if answered in (number, 0):
+                    self.settled(answered)
+                    return answer
+            if self.broken or (left := until - time.monotonic()) <= 0:
+                break
+            if self._poll(whole_ms(left)) and self._begins(call):
+                self._take_one()
+                if self._moving == call:
+                    self._moving = None
+        return None
+
     def _close_if_left(self) -> None:
         """Close the socket if it is broken and no call is within it."""
         if not self.broken or self._inside or self._pid != os.getpid():
@@ -296,6 +290,6 @@ class ZmqSocket:
         return int(recv_monitor_message(self._events)["event"]) if self._events.poll(0) else 0
 
 
-def _whole_ms(seconds: float) -> int:
+def whole_ms(seconds: float) -> int:
     """Return milliseconds, rounded up: whoever waits in short steps must let other threads run."""
     return int(seconds * 1000 + 0.999)
