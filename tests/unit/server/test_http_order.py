@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.loops import turns
+from tests.paces import NotedTurns
 from tests.unit.server.test_http_connections import clock, connect  # noqa: F401  fixtures
 from tests.unit.server.test_http_pipelines import MIB, Port, kind, request  # noqa: F401  `kind` is a fixture
 
@@ -13,22 +14,10 @@ from jurybox.server.gateway.inference.http_inference import Tensors
 from jurybox.server.gateway.known_paths import HttpReply, to_json
 from jurybox.server.security.http import ACCEPTED
 from jurybox.server.security.limits import ANSWERS, HTTP
-from jurybox.server.security.pace import Turns
-
-
-class Noting(Turns):
-    """Turns that are had at once, and who has waited for one."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    async def wait(self, who, seconds):
-        self.waits.append(who)
 
 
 async def test_a_request_that_was_sent_before_an_answer_waits_for_its_turn_and_others_do_not(kind):  # noqa: F811
-    port, noting = Port(kind), Noting()
+    port, noting = Port(kind), NotedTurns()
     port.kind.turns = noting
     connection, beneath = port.connected()
     for _ in range(2):
@@ -37,10 +26,10 @@ async def test_a_request_that_was_sent_before_an_answer_waits_for_its_turn_and_o
     assert not noting.waits
     connection.data_received(request() + request())
     await turns()
-    assert noting.waits == [connection] and beneath.sent.count(b" 200 OK") == 4
+    assert [who for who, _ in noting.waits] == [connection] and beneath.sent.count(b" 200 OK") == 4
     connection.data_received(request())
     await turns()
-    assert noting.waits == [connection]
+    assert [who for who, _ in noting.waits] == [connection]
 
 
 def refuse(error):

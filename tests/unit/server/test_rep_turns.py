@@ -8,30 +8,24 @@ import pytest
 import zmq
 import zmq.asyncio
 from tests.clocks import Clock, given
+from tests.paces import NotedTurns
 
 from jurybox.server.gateway import rep_server
 from jurybox.server.gateway.rep_server import RepServer
 from jurybox.server.security.doors import Doors
 from jurybox.server.security.limits import ROBOTS, budget_of
-from jurybox.server.security.pace import Turns
 from jurybox.server.settings.endpoints import listen
-
-
-class Noting(Turns):
-    """Turns that are had at once, and who has waited for one after how much work."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    async def wait(self, who, seconds):
-        self.waits.append((who, seconds))
 
 
 async def test_a_connection_that_asks_on_lets_others_come_first_after_each_answer_and_never_for_longer_than_a_turn(
     monkeypatch,
 ):
-    clock, paces, may, took = given(Clock(), monkeypatch, rep_server), Noting(), asyncio.Event(), [0.001, 9.0, 0.0005]
+    clock, paces, may, took = (
+        given(Clock(), monkeypatch, rep_server),
+        NotedTurns(),
+        asyncio.Event(),
+        [0.001, 9.0, 0.0005],
+    )
     peers = []
 
     async def answer(peer, body):

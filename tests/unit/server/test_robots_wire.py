@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from tests.clocks import Clock, given
+from tests.paces import NotedTurns
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -106,20 +107,9 @@ async def test_what_comes_to_the_port_is_not_logged(caplog):
     assert not [record for record in caplog.records if record.name.startswith("websockets")]
 
 
-class Noting(Turns):
-    """Turns that are had at once, and who has waited for one after how much work."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    async def wait(self, who, seconds):
-        self.waits.append((who, seconds))
-
-
 async def test_a_robot_that_does_not_wait_for_its_answers_lets_others_come_first_after_each(monkeypatch):
     """It counts as work only from a message on, and never for longer than a turn."""
-    clock, paces, took = Clock(), Noting(), [0.0005, 0.0005, 0.001, 9.0, 0.0005]
+    clock, paces, took = Clock(), NotedTurns(), [0.0005, 0.0005, 0.001, 9.0, 0.0005]
     may, asked = asyncio.Event(), []
 
     async def infer(*_, **__):
