@@ -348,13 +348,13 @@ def test_ctrl_c_while_an_answer_is_settled_leaves_no_ticket_that_waits_for_nothi
     link, fell = connection.link, 0
     for moment in each_moment((zmq_socket.__file__,), interrupt):
         link._asked[7] = None
-        link._arrived[:] = [(7, [b"head"])]
+        link._arrived[7] = 7, [b"head"]
         with contextlib.suppress(KeyboardInterrupt), moment:
             link.settled(7)
         assert link.holds(7) == bool(link._arrived)
         link._asked.clear()
         fell += moment.fell
-    assert fell > 3
+    assert fell > 1
 
 
 # ---- the transport of a lane and its connection, over a link that is scripted

@@ -82,6 +82,7 @@ class ZmqSocket:
     Attributes:
         socket: libzmq's.
         broken: whether it must be replaced; it was closed, or will be. Messages that have arrived stay.
+        torn: whether a call is within a message, or was when it was interrupted: nothing more can be sent or received.
         was_ready: whether the handshake was completed, also before it broke.
         descriptor: readable when messages may have arrived; edge-triggered, and sending clears its signal.
         silence: libzmq looks after it with heartbeats of its own, so none counts.
@@ -99,13 +100,12 @@ class ZmqSocket:
         plain: bool = False,
     ) -> None:
         require(_FILES, f"a connection to {address}")
-        self.broken = self.was_ready = self._torn = False
+        self.broken = self.torn = self.was_ready = False
         self._pid, self._plain = os.getpid(), plain
         self._calls = itertools.count(1)
         self._inside: dict[int, None] = {}  # the numbers of the calls that are within a call of pyzmq
-        self._moving: int | None = None  # the one that is within a message, or was when it was interrupted
         self._asked: dict[int, None] = {}  # the numbers of messages whose answers are not settled
-        self._arrived: list[tuple[int, list[Any]]] = []  # answers that are not settled
+        self._arrived: dict[int, tuple[int, list[Any]]] = {}  # answers that are not settled, with their numbers
         self.socket = new_socket(context, address, keys, identity)
         self._events = self.socket.get_monitor_socket(_EVENTS)
         self._send, self._receive = partial(Bare.send, self.socket), partial(Bare.recv, self.socket)
@@ -123,14 +123,9 @@ class ZmqSocket:
         return self.was_ready and not self.broken
 
     @property
-    def torn(self) -> bool:
-        """Whether a call is within a message, or was when it was interrupted: nothing more can be sent or received."""
-        return self._torn or self._moving is not None
-
-    @property
     def arrived(self) -> bool:
         """Whether there are answers to requests that are not settled."""
-        return any(number for number, _ in list(self._arrived))
+        return any(list(self._arrived))
 
     @property
     def unanswered(self) -> list[int]:
@@ -152,20 +147,17 @@ class ZmqSocket:
         if timeout > 0 and not self._arrived:
             self.within(self._poll, whole_ms(timeout))
             self._take_in()
-        return list(self._arrived)
+        return list(self._arrived.values())
 
     def settled(self, number: int) -> None:
         """Drop an answer; it may be dropped already."""
         # In this order: after an interrupt in between the answer is still here, so that its ticket is not waited for.
         self._asked.pop(number, None)
-        for arrived in self._arrived[:]:
-            if arrived[0] == number:
-                with contextlib.suppress(ValueError):  # a nested call has dropped it
-                    self._arrived.remove(arrived)
+        self._arrived.pop(number, None)
 
     def holds(self, number: int) -> bool:
         """Return whether a message was sent and its answer is not settled."""
-        return (number in self._asked and not self.broken) or any(number == arrived for arrived, _ in self._arrived)
+        return (number in self._asked and not self.broken) or number in self._arrived
 
     def look(self) -> bool:
         """Notice the end of the handshake or of the connection; return whether there are answers."""
@@ -184,7 +176,7 @@ class ZmqSocket:
 
     def close(self, _: int | None = None) -> None:
         """Close the socket; what was not sent yet is dropped. In a forked child nothing is: the parent uses it."""
-        self._torn, self.broken = self.torn, True  # also if this call is interrupted before there is another one
+        self.broken = True  # also if this call is interrupted before there is another one
         self._close_if_left()
 
     def within(self, action: Callable[..., Any], *given: Any, moving: bool = False) -> Any:
@@ -196,11 +188,11 @@ class ZmqSocket:
         call = next(self._calls)
         try:
             self._inside[call] = None  # before it looks whether it is broken: another thread may close it
-            if not (self._begins(call) if moving else not self.broken):
+            if not (self._begins() if moving else not self.broken):
                 return None
             result = action(*given)
-            if self._moving == call:
-                self._moving = None
+            if moving:
+                self.torn = self.broken  # a nested call within the message has broken it
             return result
         except zmq.ZMQError:
             if not self.broken:  # else the context has ended
@@ -211,34 +203,30 @@ class ZmqSocket:
             if self.broken:
                 self._close_if_left()
 
-    def _begins(self, call: int) -> bool:
+    def _begins(self) -> bool:
         """Note that a call, which is within the socket, begins with a message; return False if the socket is broken."""
-        if self._torn or self._moving is not None:  # `torn`, without a call
+        if self.torn:
             self.close()
         if self.broken:
             return False
-        self._moving = call
+        self.torn = True
         return True
 
     def _exchanged(self, number: int, frames: Sequence[Any], until: float) -> list[Any] | None:
         """Do what `exchange` does, until a time of the monotonic clock in s. Steps in Python are most of its price."""
-        call = next(self._calls)
-        if not self._begins(call):
+        if not self._begins():
             return None
         self._put(number, frames)
-        if self._moving == call:
-            self._moving = None
+        self.torn = self.broken
         while number in self._asked:
-            for answered, answer in self._arrived[:]:
-                if answered in (number, 0):
-                    self.settled(answered)
-                    return answer
+            if arrived := self._arrived.get(number) or self._arrived.get(0):
+                self.settled(arrived[0])
+                return arrived[1]
             if self.broken or (left := until - time.monotonic()) <= 0:
                 break
-            if self._poll(whole_ms(left)) and self._begins(call):
+            if self._poll(whole_ms(left)) and self._begins():
                 self._take_one()
-                if self._moving == call:
-                    self._moving = None
+                self.torn = self.broken
         return None
 
     def _close_if_left(self) -> None:
@@ -274,7 +262,8 @@ class ZmqSocket:
                 frames.append(self._receive(_NOBLOCK))
         except zmq.Again:
             return False
-        self._arrived.append((number_in(frames[0]), frames))
+        number = number_in(frames[0])
+        self._arrived[number] = number, frames
         return True
 
     def _take_in(self) -> None:
