@@ -242,9 +242,10 @@ async def test_requests_that_arrive_in_one_turn_of_the_loop_share_a_ticket(world
 
 async def test_a_lone_clients_request_is_sent_at_once_and_the_loop_may_block_for_it(world: World) -> None:
     world.returns.alone = world.returns.block = True
-    world.native.at_once = [True, False]
+    world.native.at_once, world.native.answers = [True, False], [(0, 7, 1, 0.001)]
     world.arrive()
     assert world.native.sent == [BRIEF] and world.returns.in_vain == 0
+    assert world.returns.tickets == [(1, 0.001)], "its answer is taken at once"
     world.arrive()
     assert world.returns.in_vain == 1
     world.returns.block = False

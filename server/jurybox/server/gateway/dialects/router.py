@@ -184,7 +184,7 @@ def applications(
         if settings["port"] is not None:
             own = APIRouter()
             its = _add(own, "", name, dialect, intake, answered)
-            app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+            app = FastAPI(openapi_url=None)
             app.add_middleware(NeverCached)
             app.include_router(own)
             ports[name] = DialectPaths(app, its), dict.fromkeys(its, refused)

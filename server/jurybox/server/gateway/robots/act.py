@@ -42,7 +42,7 @@ class ActDoor(RobotDoor):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        rest = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        rest = FastAPI(openapi_url=None)
         about = {"status": "healthy", "model": self.settings["model"]}
         for path in ("/health", "/healthz"):
             rest.add_api_route(path, lambda: about, methods=["GET"])
