@@ -41,7 +41,7 @@ def server(request, tmp_path_factory):
 @pytest.fixture
 def relay(server):
     """A relay in a thread of this process, so that tests can inspect its lanes."""
-    addresses, stop, made = queue.Queue(), threading.Event(), SimpleNamespace()
+    addresses, stop, made = queue.Queue(), threading.Event(), SimpleNamespace(looks_after=True)
 
     async def run_relay():
         context = zmq.Context()
@@ -53,7 +53,8 @@ def relay(server):
         addresses.put(f"tcp://{front.bound}")
         while not stop.is_set():
             await asyncio.sleep(0.02)
-            relay.look_after()
+            if made.looks_after:
+                relay.look_after()
         relay.end()
         link.close()
         front.close()
@@ -90,6 +91,17 @@ def natively(relay):
     """Return whether the only lane's tickets go natively now, and how many are in flight there."""
     (held,) = relay.relay._lanes.values()
     return held._native is not None and held._native.mine, 0 if held._native is None else held._native.in_flight
+
+
+@contextlib.contextmanager
+def goes_natively(relay):
+    """A ticket that the ``with`` block sends is in flight natively at its end: nobody looks after it meanwhile."""
+    relay.looks_after = False
+    try:
+        yield
+        wait_until(lambda: natively(relay) == (True, 1), 20, "it is in flight natively")
+    finally:
+        relay.looks_after = True
 
 
 class RawClient:
@@ -194,8 +206,8 @@ def test_a_ticket_for_rows_in_flight_is_refused_and_the_first_one_answered(serve
         client.ask(0, 1, ROW.tobytes())
         wait_until(lambda: natively(relay) == (True, 0), 20, "the next goes natively")
         with stopped(engines_of(server)):
-            number = client.send(0, 1, other.tobytes())
-            wait_until(lambda: natively(relay) == (True, 1), 20, "it went natively")
+            with goes_natively(relay):
+                number = client.send(0, 1, other.tobytes())
             again = client.send(0, 1, ROW.tobytes())
             sequence, code, _, _ = client.answer()
             assert (sequence, code) == (again, Code.BUSY)
@@ -275,8 +287,8 @@ def test_a_native_ticket_whose_engine_dies_is_computed_by_the_next(server, relay
         doomed, *others = engines_of(server)
         for engine in (doomed, *others):  # or one might answer before it is killed
             os.kill(engine, signal.SIGSTOP)
-        ticket = model.submit(ROW[None], timeout=60)
-        wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+        with goes_natively(relay):
+            ticket = model.submit(ROW[None], timeout=60)
         os.kill(doomed, signal.SIGKILL)
         for engine in others:
             os.kill(engine, signal.SIGCONT)
@@ -293,8 +305,8 @@ def test_a_broken_connection_loses_no_answer(server, relay):
         for _ in range(3):
             wait_until(lambda: (model(ROW), natively(relay))[1] == (True, 0), 20, "the next goes natively")
             with stopped(engines_of(server)):
-                ticket = model.submit(ROW[None], timeout=60)
-                wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+                with goes_natively(relay):
+                    ticket = model.submit(ROW[None], timeout=60)
                 model.requests.lane._transport._connection.link.close()
             np.testing.assert_array_equal(ticket.result(timeout=60).outputs, ROW[None] + 1)
 
@@ -311,8 +323,8 @@ def test_a_lane_released_in_flight_is_not_written_to(server, relay):
                     lambda model=model: (model(ROW), natively(relay))[1] == (True, 0), 20, "the next goes natively"
                 )
                 engines.enter_context(stopped(engines_of(server)))
-                model.submit(ROW[None])
-                wait_until(lambda: natively(relay)[1] == 1, 20, "it is in flight")
+                with goes_natively(relay):
+                    model.submit(ROW[None])
                 (held,) = relay.relay._lanes.values()
                 link = held._native_for[0]
             wait_until(lambda: not relay.relay._lanes, 20, "the release of the lane")
