@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zmq
+from tests.clocks import Clock, given
 from tests.moments import each_moment
 from tests.serving import wait_until
 
@@ -841,6 +842,35 @@ def test_a_wait_of_less_than_a_millisecond_is_a_wait(transport, monkeypatch, eng
     for seconds in (0.0001, 0.001, 0.0011, 0.0):
         assert not transport.receive(seconds)
     assert waits == [1, 1, 2]
+
+
+def test_an_answer_is_not_waited_for_within_a_message(transport, router, monkeypatch):
+    """A nested call would connect while this connection is open, which would take the lane's name back."""
+    clock = given(Clock(), monkeypatch, zmq_socket)
+    link = transport._attached(0, LIFE).link
+    called, receive = [], link._receive
+    link._poll = lambda ms: (called.append(ms), clock.sleep(ms / 1000), link.torn and called.append("torn"), [])[-1]
+    link._receive = lambda flags: (called.append(flags), receive(flags))[1]
+    assert link.exchange(5, (b"five",), 0.05) is None and link.holds(5) and not link.torn and called == [50]
+    wait_until(lambda: router.poll(10), 20, "it came")
+    reply(router, 5)
+    wait_until(lambda: link.answers(0), 20, "another's answer came")
+    reply(router, 8)
+    wait_until(lambda: len(link.answers(0)) == 2, 20, "both came")
+    (_, others), (_, mine) = link.answers(0)
+    assert 0 not in called
+    called.clear()
+    assert link.exchange(8, (b"eight",), 20.0) == mine != others and not called, "it was here before"
+    assert link.holds(5) and not link.holds(8)
+
+
+def test_an_error_without_a_number_is_the_answer_to_whatever_is_exchanged(transport, router):
+    link = transport._attached(0, LIFE).link
+    link.send(5, (b"five",))
+    wait_until(lambda: router.poll(10), 20, "it came")
+    reply(router, 0, Code.MALFORMED, b"why")
+    (frame,) = link.exchange(6, (b"six",), 20.0)
+    assert frame.endswith(b"why") and not link.answers(0)
 
 
 def test_a_message_for_which_there_is_no_room_is_not_in_flight(transport):

@@ -134,12 +134,12 @@ class ZmqSocket:
 
     def send(self, number: int, frames: Sequence[Any]) -> bool:
         """Send a message whose answer will have this number. False: it was not sent."""
-        self.within(self._put, number, frames, moving=True)
+        self.within(self._put, number, frames)
         return not self.broken and number in self._asked
 
     def exchange(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
         """Send a message and return its answer, or an error without a number, and settle it; None: none came."""
-        return self.within(self._exchanged, number, frames, time.monotonic() + timeout)  # type: ignore[no-any-return]
+        return self.within(self._exchanged, number, frames, timeout)  # type: ignore[no-any-return]
 
     def answers(self, timeout: float) -> list[tuple[int, list[Any]]]:
         """Return the answers that are not settled; if there are none, wait up to `timeout` seconds for some."""
@@ -179,21 +179,12 @@ class ZmqSocket:
         self.broken = True  # also if this call is interrupted before there is another one
         self._close_if_left()
 
-    def within(self, action: Callable[..., Any], *given: Any, moving: bool = False) -> Any:
-        """Call `action` and return its result; the socket stays open meanwhile. None: it is broken.
-
-        Args:
-            moving: it receives or sends a message, so there may be no other one.
-        """
+    def within(self, action: Callable[..., Any], *given: Any) -> Any:
+        """Call `action` and return its result; the socket stays open meanwhile. None: it is broken."""
         call = next(self._calls)
         try:
             self._inside[call] = None  # before it looks whether it is broken: another thread may close it
-            if not (self._begins() if moving else not self.broken):
-                return None
-            result = action(*given)
-            if moving:
-                self.torn = self.broken  # a nested call within the message has broken it
-            return result
+            return None if self.broken else action(*given)
         except zmq.ZMQError:
             if not self.broken:  # else the context has ended
                 raise
@@ -203,30 +194,22 @@ class ZmqSocket:
             if self.broken:
                 self._close_if_left()
 
-    def _begins(self) -> bool:
-        """Note that a call, which is within the socket, begins with a message; return False if the socket is broken."""
-        if self.torn:
-            self.close()
-        if self.broken:
-            return False
-        self.torn = True
-        return True
+    def _exchanged(self, number: int, frames: Sequence[Any], timeout: float) -> list[Any] | None:
+        """Do what `exchange` does. Steps in Python are most of its price.
 
-    def _exchanged(self, number: int, frames: Sequence[Any], until: float) -> list[Any] | None:
-        """Do what `exchange` does, until a time of the monotonic clock in s. Steps in Python are most of its price."""
-        if not self._begins():
-            return None
+        It polls before it receives. To wait within `recv` would be one call less. But then it would be within a message
+        all the time: a nested call would need another connection while this one, of the same identity, is still open.
+        """
+        until = time.monotonic() + timeout
         self._put(number, frames)
-        self.torn = self.broken
         while number in self._asked:
-            if arrived := self._arrived.get(number) or self._arrived.get(0):
+            if self._arrived and (arrived := self._arrived.get(number) or self._arrived.get(0)):
                 self.settled(arrived[0])
                 return arrived[1]
             if self.broken or (left := until - time.monotonic()) <= 0:
                 break
-            if self._poll(whole_ms(left)) and self._begins():
+            if self._poll(whole_ms(left)):
                 self._take_one()
-                self.torn = self.broken
         return None
 
     def _close_if_left(self) -> None:
@@ -240,8 +223,22 @@ class ZmqSocket:
             events.close()
             socket.close()
 
+    def _begins(self) -> bool:
+        """Note that a message begins; return False if the socket is broken."""
+        if self.torn:
+            self.close()
+        if self.broken:
+            return False
+        self.torn = True
+        return True
+
+    # Between `_begins` and its last line each of these is within a message. If the socket is torn before, a call was
+    # interrupted there, or this one is nested in it; one that was nested in this one has broken the socket.
+
     def _put(self, number: int, frames: Sequence[Any]) -> None:
         """Send a message, unless the send buffer is full."""
+        if not self._begins():
+            return
         self._asked[number] = None
         more = len(frames)
         try:
@@ -252,31 +249,40 @@ class ZmqSocket:
                 self._send(part, _NOBLOCK_MORE if more else _NOBLOCK)
         except zmq.Again:
             self._asked.pop(number, None)
+        self.torn = self.broken
 
     def _take_one(self) -> bool:
         """Receive the next message; return False if none has arrived."""
+        if not self._begins():
+            return False
         try:
             # As bytes: the end of a zmq.Frame runs signal handlers, and drops what they raise.
             frames = [self._receive(_NOBLOCK)]
             while not self._plain and self._option(_RCVMORE):
                 frames.append(self._receive(_NOBLOCK))
         except zmq.Again:
+            self.torn = self.broken
             return False
         number = number_in(frames[0])
         self._arrived[number] = number, frames
+        self.torn = self.broken
         return True
 
     def _take_in(self) -> None:
         """Receive the messages that have arrived."""
-        while self.within(self._take_one, moving=True):
+        while self.within(self._take_one):
             pass
 
     def _event(self) -> int:
         """Return the next event of the connection that has come; 0: none."""
-        return self.within(self._next_event, moving=True) or 0
+        return self.within(self._next_event) or 0
 
     def _next_event(self) -> int:
-        return int(recv_monitor_message(self._events)["event"]) if self._events.poll(0) else 0
+        if not self._begins():
+            return 0
+        event = int(recv_monitor_message(self._events)["event"]) if self._events.poll(0) else 0
+        self.torn = self.broken
+        return event
 
 
 def whole_ms(seconds: float) -> int:
