@@ -9,8 +9,8 @@ For each of 3.10 to 3.14 that is on the path, in MATRIX_PYTHONS, pyenv's or uv's
   program but the environment's own is on the path. There `jurybox serve` serves a model, which is asked over shm, zmq,
   tcp, grpc and HTTP, and `jurybox train gym` trains for 2,000 steps. A Python that is too old for the server (3.10)
   gets what it can run: the client, and an engine of the server of this environment.
-- The unit suite runs in the newest, and in the oldest that the server supports, or in those that `--units` names. For
-  the Python of this environment that is `make test`.
+- The unit suite runs in each that has the server and the trainings, or in those that `--units` names. For the Python of
+  this environment that is `make test`.
 
 What is not here, and what a Python lacks, is named. Environments are kept in build/pythons, as long as constraints.txt
 and pyproject.toml stay the same. torch comes from TORCH_INDEX if that answers, else with its CUDA libraries from PyPI;
@@ -29,7 +29,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
+from once_more import once_more  # noqa: E402
 from tests.serving import serving  # noqa: E402
 from tests.wheel.environments import Environment, Wheels, has_headers, interpreter, pinned, run, uv  # noqa: E402
 
@@ -125,12 +126,20 @@ def smoke(there: Environment, version: str, wheel: Path, train: bool) -> None:
 
 
 def units(there: Environment, wheel: Path) -> None:
-    """The unit suite, with the tools of the tests in the environment."""
+    """The unit suite, with the tools of the tests in the environment; what failed is run again as once_more.py says."""
     wanted = f"jurybox[dev] @ {wheel.as_uri()}"
     run(uv(), "pip", "install", "--quiet", "--python", there.python, "--constraints", PINNED, wanted, timeout=1200)
     workers = ["-n", os.environ.get("WORKERS", "4"), "--dist", "loadfile", "--no-loadscope-reorder"]
+    cache, suite = there.folder / "pytest_cache", ROOT / "tests" / "unit"
+    shutil.rmtree(cache, ignore_errors=True)
     began = time.monotonic()
-    said = there.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, ROOT / "tests" / "unit", timeout=3600)
+    try:
+        said = there.run("-m", "pytest", "-q", "-o", f"cache_dir={cache}", *workers, suite, timeout=3600)
+    except AssertionError as failed:
+        say(str(failed))
+        if not once_more(str(there.python), cache, str(suite)):
+            raise
+        return
     say(f"  the unit suite in {time.monotonic() - began:.0f} s: {said.splitlines()[-1]}")
 
 
@@ -177,7 +186,7 @@ def main() -> None:
     wanted = given.python or VERSIONS
     here = [version for version in wanted if interpreter(version)]
     suited = [version for version in here if minor(version) >= SERVER_FROM and version not in WITHOUT_TRAINING]
-    in_units = given.units or ({suited[0], suited[-1]} - {HERE} if suited else set())
+    in_units = given.units or set(suited) - {HERE}
     lacking = [f"Python {version}, which is not here" for version in wanted if version not in here]
     for version in here:
         lacking += try_python(version, Wheels(given.wheels), version in in_units)
