@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import itertools
+import signal
 import threading
 import time
 from pathlib import Path
@@ -130,6 +131,45 @@ def test_a_call_within_a_call_gets_its_own_answer_wherever_it_falls(client, way,
         stride *= 9  # it is long, and nested calls wait for the answers to its tickets before they are refused
     assert at_every_moment(outer, nested, stride) > 3
     all_rows_are_free(model)
+
+
+def test_what_a_nested_call_received_for_an_interrupted_one_is_not_the_answer_to_the_next(client):
+    """A signal handler asks, and receives the outer call's answer, too, and raises; the next call has the same rows."""
+    model = client.model("moody", rows=ROWS)
+    within = False
+
+    def row(microseconds, value):
+        return np.array([microseconds, value, 0, 0], np.float32)
+
+    def handler(*_):
+        if within:
+            np.testing.assert_array_equal(model.infer(row(0, 7)[None]), row(0, 7)[None] + 1)
+            raise KeyboardInterrupt
+
+    def interrupted():
+        nonlocal within
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.02, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+        try:
+            within = True
+            timer.start()
+            model(row(60_000, 1000))
+            within = False
+        except KeyboardInterrupt:
+            within = False
+            return True
+        finally:
+            timer.join()
+        return False
+
+    earlier = signal.signal(signal.SIGUSR1, handler)
+    try:
+        model(row(0, 1))
+        wait_until(interrupted, 30, "the signal came within the call")
+        late = row(250_000, 2000)
+        np.testing.assert_array_equal(model(late), late + 1)
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
 
 
 @pytest.mark.parametrize("stride", STRIDES)

@@ -90,7 +90,7 @@ class CallRow:
         self._renew()
 
     def _renew(self) -> None:
-        """Create the ticket object of the next call; the last one may still be in flight."""
+        """Create the ticket of the next calls, whose number is 0 between them; the last one may still be in flight."""
         call, ticket = None, InFlight(0, self.first, self.rows, 0, 0)
         ticket.owner = self._this
         if self._engine is not None:
@@ -123,6 +123,8 @@ class CallRow:
             self._turn_to(engine)
         if (call := self._call) is None or lane.in_flight:
             return self._ask(row, seconds)
+        if self._ticket.sequence:  # the last call was interrupted: its answer may be in the ticket
+            self._renew()
         ticket = self._ticket
         ticket.sequence = sequence = next(lane.numbers)
         ticket.sender = self._this
@@ -130,6 +132,7 @@ class CallRow:
         result = call(row, sequence, seconds)
         if type(result) is not int:
             lane.in_flight.pop(sequence, None)
+            ticket.sequence = 0
             return self._taken() if result is None else result
         return self._failed(result, ticket, row, seconds)
 

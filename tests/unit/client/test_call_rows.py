@@ -33,7 +33,9 @@ class Native:
         if row is not None and not self.place.write(row):
             return NOT_FIT
         does = self.wire.does.pop(0) if self.wire.does else None
-        if does in (NOT_SENT, NOT_ANSWERED) or does:
+        if callable(does):
+            does(sequence)
+        elif does:
             self.deadline = time.monotonic_ns() + int(seconds * 1e9)
             self.version = 3
             return int(does)
@@ -168,6 +170,25 @@ def test_an_answer_that_comes_later_is_waited_for_until_the_deadline_of_its_call
         wire.receive = lambda timeout: [Answer(number, Code.OK, "", 4, 11) for number in lane.in_flight]
         kept.ask(TEN, 5.0)
         assert len(wire.calls) == calls and not lane.in_flight, "while one is in flight, others go through the lane"
+
+
+def test_what_answered_an_interrupted_call_is_not_the_answer_to_the_next():
+    """A signal handler's call has received it within the first call, and the handler raises."""
+
+    def handler(sequence):
+        lane.settle([Answer(sequence, Code.OK, "", 1, 11)])
+        raise KeyboardInterrupt
+
+    def receive(timeout):
+        compute(lane.columns, kept.first, 1)
+        return [Answer(number, Code.OK, "", 4, 11) for number in lane.in_flight]
+
+    wire = Wire(handler, NOT_ANSWERED)
+    lane, kept = rows_of(wire)
+    wire.receive = receive
+    with pytest.raises(KeyboardInterrupt):
+        kept.ask(TEN, 5.0)
+    assert not lane.in_flight and kept.ask(2 * TEN, 5.0).tolist() == [200, 400] and kept.version == 4
 
 
 @pytest.mark.parametrize(("code", "told"), [(Code.MODEL_FAILED, ModelFailed), (Code.STALE_LEASE, StaleLease)])
