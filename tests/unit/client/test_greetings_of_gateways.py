@@ -117,4 +117,4 @@ def test_a_gateway_is_asked_again_after_a_pause_and_for_no_longer_than_there_is_
     clock.slept.clear()
     with pytest.raises(ServerGone, match=r"no answer from grpc://127\.0\.0\.1:1 within 0\.2 s"):
         link(Channels(10**6))._told("ModelMetadata", None, 0.2)
-    assert sum(clock.slept) == pytest.approx(0.15, abs=0.06)
+    assert 0.1001 < sum(clock.slept) < 0.2001

@@ -66,7 +66,7 @@ def test_a_pause_waits_for_engines_that_are_in_a_batch(timed: Any, board: Board,
     board.engines["paused"] = 1, 0
     with pytest.raises(Timeout, match="engine 1 has been in a batch for 0.1 s"):
         timed.pause(0.1)
-    assert sum(clock.slept[3:]) == pytest.approx(0.1, abs=0.0011) and not is_locked(board.other, PAUSE_LOCK)
+    assert 0.0999 < sum(clock.slept[3:]) < 0.102 and not is_locked(board.other, PAUSE_LOCK)
 
 
 def test_a_pause_begins_when_another_process_ends_its_own(timed: Any, board: Board, clock: Eventful) -> None:  # noqa: F811
@@ -78,7 +78,7 @@ def test_a_pause_begins_when_another_process_ends_its_own(timed: Any, board: Boa
     assert try_lock(board.other, PAUSE_LOCK)
     with pytest.raises(Busy, match="for 0.1 s"):
         timed.pause(0.1)
-    assert sum(clock.slept[4:]) == pytest.approx(0.1, abs=0.0011)
+    assert 0.0999 < sum(clock.slept[4:]) < 0.102
 
 
 def test_a_binding_is_looked_for_every_few_milliseconds_with_the_time_that_is_left(timed: Any, clock: Eventful) -> None:
@@ -89,7 +89,7 @@ def test_a_binding_is_looked_for_every_few_milliseconds_with_the_time_that_is_le
     clock.slept.clear()
     with pytest.raises(Timeout, match="within 0.2 s"):
         timed.bind(BindRequest(), 0.2)
-    assert set(clock.slept) == {0.005} and sum(clock.slept) == pytest.approx(0.2, abs=0.006)
+    assert set(clock.slept) == {0.005} and 0.1999 < sum(clock.slept) < 0.21
     assert min(timed.given) == 0.1
 
 
@@ -150,7 +150,7 @@ def test_a_models_channel_is_waited_for_while_it_loads(timed: Any, channels: Cha
     timed.answers["model"] = told("loading")
     with pytest.raises(Refused, match="model 'm' is loading and has no weights channel yet"):
         timed.publisher("m", "exact", 1.0)
-    assert sum(clock.slept[2:]) == pytest.approx(1.0, abs=0.1) and len(channels.made) == 1
+    assert 0.9999 < sum(clock.slept[2:]) < 1.1 and len(channels.made) == 1
 
 
 def test_a_reader_is_told_what_its_model_allows_and_which_version_is_in_use(

@@ -87,7 +87,7 @@ def test_names_of_which_forward_has_some_are_refused_if_a_position_would_be_a_gu
 
 def test_arguments_of_a_forward_without_a_signature_are_passed_by_name_if_they_are_several() -> None:
     module = module_of(getattr)
-    with pytest.raises(ValueError, match="signature"):
+    with pytest.raises(ValueError, match=r"no signature|invalid signature"):
         __import__("inspect").signature(getattr)
     assert not takes_names(module, ["a"]) and takes_names(module, ["a", "b"])
 
